@@ -1,0 +1,77 @@
+"""Workers for test_launch.py (importable by name in the spawned processes), and a program that launches them."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from trainer.launch import launch
+
+
+def _join_process_group() -> None:
+    distributed.init_process_group("gloo")
+
+
+def describe_start(payload: dict) -> dict:
+    """What this worker found: sum of (rank + 1), terminal, and whether PYTHONHASHSEED came before the interpreter."""
+    _join_process_group()
+    total = torch.tensor([float(os.environ["RANK"]) + 1])
+    distributed.all_reduce(total)
+    print(f"stdout of rank {os.environ['RANK']}")
+    print(f"stderr of rank {os.environ['RANK']}", file=sys.stderr)
+    return {
+        "total": total.item(),
+        "rank": int(os.environ["RANK"]),
+        "terminal": sys.stdout.isatty(),
+        "hash_randomization": sys.flags.hash_randomization,
+        "marker": os.environ["TORPOR_TEST"],
+        "payload": payload,
+    }
+
+
+def fail(payload: dict) -> dict:
+    """Rank ``payload["rank"]`` ends as ``payload["how"]`` says; the others wait for it in a collective."""
+    _join_process_group()
+    distributed.barrier()
+    if int(os.environ["RANK"]) == payload["rank"]:
+        match payload["how"]:
+            case "raise":
+                raise LookupError("no such bear\nsecond line")
+            case "os._exit":
+                os._exit(7)
+            case "SIGKILL":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "SystemExit":
+                sys.exit(0)
+    distributed.barrier()
+    return {}
+
+
+def wait_for_ever(payload: dict) -> dict:
+    """Leaves a file named by its process id, then never ends: rank 0 computes, the others wait in a collective."""
+    _join_process_group()
+    (Path(payload["pids"]) / str(os.getpid())).touch()
+    while os.environ["RANK"] == "0":
+        time.sleep(0.1)
+    distributed.barrier()
+    return {}
+
+
+if __name__ == "__main__":
+    # launch_targets.py <name of a worker> <payload as JSON> <log_dir>
+    import launch_targets
+
+    target = getattr(launch_targets, sys.argv[1])
+    result = launch(
+        target,
+        json.loads(sys.argv[2]),
+        nproc=2,
+        log_dir=Path(sys.argv[3]),
+        environment={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORPOR_TEST": "here"},
+    )
+    print("RESULT " + json.dumps(result))

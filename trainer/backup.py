@@ -1,0 +1,106 @@
+"""The weights backuper: named sets of a model's tensors in host memory, one exact-size arena per tag.
+
+Reinforcement learning needs several versions of one model's weights (actor, reference); one copy of each lies here
+and is switched into the model in place. The idea and the vocabulary (tags, ``source_getter``, ``single_tag``) are
+slime's TensorBackuper (https://github.com/THUDM/slime).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from trainer.memory.arena import HostArena
+
+SourceGetter = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+class TensorBackuper:
+    """Use :meth:`create`. Unknown tags are ValueErrors; a second backup of a tag reuses its memory."""
+
+    def __init__(self, source_getter: SourceGetter, *, pinned: bool) -> None:
+        self._source_getter, self._pinned = source_getter, pinned
+        self._tags: dict[str, tuple[HostArena, dict[str, torch.Tensor]]] = {}
+
+    @classmethod
+    def create(
+        cls, *, source_getter: SourceGetter, single_tag: str | None = None, pinned: bool = False
+    ) -> TensorBackuper:
+        """A backuper of the tensors that ``source_getter()`` yields as (name, tensor), always in the same order.
+
+        Args:
+            single_tag: must be None. A backuper of a single tag would not keep what role switching needs.
+            pinned: page-lock the arenas, for fast copies from and to a GPU.
+
+        Raises:
+            ValueError: ``single_tag`` is not None.
+        """
+        if single_tag is not None:
+            raise ValueError(f"single_tag={single_tag!r}: the weights backuper keeps every tag, single_tag must be None")
+        return cls(source_getter, pinned=pinned)
+
+    @property
+    def backup_tags(self) -> tuple[str, ...]:
+        """Tags that hold a backup, oldest first."""
+        return tuple(self._tags)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of all tags, in bytes."""
+        return sum(arena.size_bytes for arena, _ in self._tags.values())
+
+    def backup(self, tag: str) -> None:
+        """Copy the source tensors to host memory under ``tag``."""
+        sources = dict(self._source_getter())
+        if tag not in self._tags:
+            self._tags[tag] = self._new_tag(sources)
+        copies = self.get(tag)
+        _check_same(sources, copies, tag)
+        for name, tensor in sources.items():
+            copies[name].copy_(tensor.detach(), non_blocking=True)
+        _synchronize()
+
+    def restore(self, tag: str) -> None:
+        """Copy the tensors saved under ``tag`` back into the source tensors, in place."""
+        copies, sources = self.get(tag), dict(self._source_getter())
+        _check_same(sources, copies, tag)
+        with torch.no_grad():
+            for name, tensor in sources.items():
+                tensor.copy_(copies[name], non_blocking=True)
+        _synchronize()
+
+    def copy(self, *, src_tag: str, dst_tag: str) -> None:
+        """Make ``dst_tag`` (created if need be) hold what ``src_tag`` holds."""
+        source = self.get(src_tag)
+        if dst_tag not in self._tags:
+            self._tags[dst_tag] = self._new_tag(source)
+        for name, tensor in self.get(dst_tag).items():
+            tensor.copy_(source[name])
+
+    def get(self, tag: str) -> Mapping[str, torch.Tensor]:
+        """Name -> host tensor of a tag, views into its arena."""
+        if tag not in self._tags:
+            known = ", ".join(self._tags) or "none"
+            raise ValueError(f"no weights are backed up under the tag {tag!r}; backed-up tags: {known}")
+        return self._tags[tag][1]
+
+    def drop(self, tag: str) -> None:
+        """Give the memory of a tag back."""
+        self.get(tag)
+        del self._tags[tag]
+
+    def _new_tag(self, like: Mapping[str, torch.Tensor]) -> tuple[HostArena, dict[str, torch.Tensor]]:
+        arena = HostArena(HostArena.bytes_needed(like.values()), pinned=self._pinned)
+        return arena, {name: arena.empty_like(tensor) for name, tensor in like.items()}
+
+
+def _check_same(sources: Mapping[str, torch.Tensor], copies: Mapping[str, torch.Tensor], tag: str) -> None:
+    if list(sources) != list(copies):
+        changed = sorted(set(sources) ^ set(copies)) or "their order"
+        raise ValueError(f"the model's tensors are not those backed up under {tag!r}; changed: {changed}")
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,308 @@
+"""The border between Hydra and Torpor: YAML in, typed immutable sections out.
+
+Everything below this module works with the dataclasses defined here and never sees omegaconf. Their fields have
+no defaults: a default lives in exactly one place, the YAML under ``conf/``. The rules that join several fields
+are in :mod:`trainer.rules`; this module only gives types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional  # noqa: UP035  (omegaconf reads these annotations)
+
+from hydra.core.config_store import ConfigStore
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+
+from trainer import rules
+
+PARAM_FLAG = "disable_param_buffers_cpu_backup"
+GRAD_FLAG = "disable_grad_buffers_cpu_backup"
+
+
+class Section:
+    """Base of every section: each field is set once, by the constructor.
+
+    ``@dataclass(frozen=True)`` would say the same, but omegaconf marks nodes of frozen dataclasses read-only, and
+    Hydra could then override nothing in them.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            raise dataclasses.FrozenInstanceError(f"cannot assign to {type(self).__name__}.{name}")
+        object.__setattr__(self, name, value)
+
+
+@dataclass
+class ModelConfig(Section):
+    """Architecture of one role's GPT body. Sizes in elements; ``dtype`` is ``bf16`` or ``fp32``."""
+
+    layers: int
+    hidden_size: int
+    ffn_size: int
+    heads: int
+    kv_heads: int
+    max_length: int
+    rope_theta: float
+    norm_eps: float
+    qkv_bias: bool
+    qk_norm: bool
+    tie_embeddings: bool
+    init_std: float
+    dtype: str
+
+
+@dataclass
+class SharedOptimizerConfig(Section):
+    """What both optimizers share unless a role says otherwise; the learning rate always belongs to a role."""
+
+    min_lr_ratio: float
+    lr_schedule: str
+    lr_warmup_steps: int
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip_grad: float
+
+
+@dataclass
+class OptimizerConfig(SharedOptimizerConfig):
+    lr: float
+
+
+@dataclass
+class DdpConfig(Section):
+    """Arguments of Megatron's DistributedDataParallel; the two flags are this project's (see patches)."""
+
+    use_distributed_optimizer: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    nccl_ub: bool
+    disable_grad_buffers_cpu_backup: bool
+    disable_param_buffers_cpu_backup: bool
+
+
+@dataclass
+class RoleConfig(Section):
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    ddp: DdpConfig
+
+
+@dataclass
+class OffloadConfig(Section):
+    """``train``: models sleep while they are not at work."""
+
+    train: bool
+
+
+@dataclass
+class RestoreConfig(Section):
+    """Where one role's DDP buffers come back from: ``saver``, ``backuper``, ``main_params`` (grads: or ``none``)."""
+
+    restore_params_from: str
+    restore_grads_from: str
+
+
+@dataclass
+class MemoryConfig(Section):
+    actor: RestoreConfig
+    critic: RestoreConfig
+    poison: bool
+    retain_cpu_backup: bool
+    cpu_backup_backend: str
+
+
+@dataclass
+class ParallelConfig(Section):
+    tp: int
+    pp: int
+
+
+@dataclass
+class TokenizerConfig(Section):
+    """``path``: a Hugging Face tokenizer folder, or null to train a BPE of ``vocab_size`` entries on the task."""
+
+    path: Optional[str]  # noqa: UP045
+    vocab_size: int
+
+
+@dataclass
+class RolloutConfig(Section):
+    engine: str
+    temperature: float
+    top_p: float
+    max_prompt_tokens: int
+    max_new_tokens: int
+
+
+@dataclass
+class KlConfig(Section):
+    placement: str
+    estimator: str
+    coef: float
+    clamp: float
+    target: Optional[float]  # noqa: UP045
+    horizon: int
+
+
+@dataclass
+class AlgoConfig(Section):
+    num_steps: int
+    warmup_steps: int
+    warmup_lr: float
+    warmup_batch_size: int
+    prompts_per_step: int
+    responses_per_prompt: int
+    epochs: int
+    minibatches: int
+    micro_batch_size: int
+    gamma: float
+    lam: float
+    whiten_advantages: bool
+    bootstrap_truncated: bool
+    clip_low: float
+    clip_high: float
+    dual_clip: Optional[float]  # noqa: UP045
+    log_ratio_clamp: float
+    value_clip: Optional[float]  # noqa: UP045
+    entropy_coef: float
+    loss_aggregation: str
+    critic_warmup_steps: int
+    heldout_prompts: int
+    kl: KlConfig
+
+
+@dataclass
+class PlatformConfig(Section):
+    name: str
+    deterministic: bool
+
+
+@dataclass
+class LaunchConfig(Section):
+    nproc: int
+    threads_per_worker: int
+
+
+@dataclass
+class LoggerConfig(Section):
+    kind: str
+    project: str
+
+
+@dataclass
+class Config(Section):
+    """The whole run. ``task`` is a mapping with ``_target_``; its class (a dataclass) gives the types of the rest."""
+
+    seed: int
+    task_name: str
+    tags: List[str]  # noqa: UP006
+    model: ModelConfig
+    optimizer: SharedOptimizerConfig
+    roles: Dict[str, RoleConfig]  # noqa: UP006
+    offload: OffloadConfig
+    memory: MemoryConfig
+    parallel: ParallelConfig
+    tokenizer: TokenizerConfig
+    task: Dict[str, Any]  # noqa: UP006
+    rollout: RolloutConfig
+    algo: AlgoConfig
+    platform: PlatformConfig
+    launch: LaunchConfig
+    logger: LoggerConfig
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.launch.nproc // (self.parallel.tp * self.parallel.pp)
+
+
+def register() -> None:
+    """Give Hydra the schema and the resolvers that ``conf/`` uses. Safe to call again."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    for name, resolver in {
+        "no_backup": lambda offload, source: bool(offload) and source != "saver",
+        "detect_platform": _detect_platform,
+        "equal": lambda left, right: left == right,
+        "threads_per_worker": lambda nproc: max(1, _usable_cores() // int(nproc)),
+    }.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _detect_platform() -> str:
+    """``cuda`` where the driver shows a device, else ``cpu``; asks the driver's library, creates no CUDA context."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    import torch
+
+    return "cuda" if torch.cuda.device_count() > 0 else "cpu"
+
+
+def to_config(composed: DictConfig) -> Config:
+    """Turn a composed Hydra config into a validated :class:`Config`.
+
+    The composed node is merged into the schema once more, because ``+key`` and ``++key`` overrides bypass it.
+
+    Raises:
+        omegaconf.errors.OmegaConfBaseException: an unknown key or a value of the wrong type.
+        ValueError: a rule of :mod:`trainer.rules` is broken; names the values and the override to change.
+    """
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        examples = " ".join(f"{key}=..." for key in missing)
+        raise ValueError(f"no value given for {', '.join(missing)}: add {examples} to the command")
+    typed = OmegaConf.merge(OmegaConf.structured(Config), composed)
+    assert isinstance(typed, DictConfig)
+    typed.task = OmegaConf.create(_typed_task(typed.task))
+    explicit = frozenset(_explicit_flags(composed))
+    config = OmegaConf.to_object(typed)
+    assert isinstance(config, Config)
+    rules.check(config, explicit_flags=explicit)
+    return config
+
+
+def _typed_task(task: DictConfig) -> dict[str, Any]:
+    """Merge ``task`` into the dataclass that its ``_target_`` names, so that its values have types too."""
+    values = OmegaConf.to_container(task, resolve=True)
+    assert isinstance(values, dict)
+    target = values.pop("_target_", None)
+    if not isinstance(target, str):
+        raise ValueError("task has no _target_: name the task's class with task._target_=package.module.Class")
+    task_class = get_class(target)
+    if not dataclasses.is_dataclass(task_class):
+        return {"_target_": target, **values}
+    known = [field.name for field in dataclasses.fields(task_class)]
+    for key in values:
+        if key not in known:
+            raise ValueError(f"task.{key} is not a setting of {target}; it takes {', '.join(known)}")
+    typed = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(task_class), values), throw_on_missing=True)
+    assert isinstance(typed, dict)
+    return {"_target_": target, **typed}
+
+
+def _explicit_flags(composed: DictConfig) -> Iterable[tuple[str, str]]:
+    """The (role, flag) pairs whose node is no interpolation any more: the user set them."""
+    for role, node in composed.roles.items():
+        for flag in (PARAM_FLAG, GRAD_FLAG):
+            if not OmegaConf.is_interpolation(node.ddp, flag):
+                yield str(role), flag
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """Nested plain dicts of every resolved value, in field order; what ``config_hash`` hashes and runs record."""
+    return dataclasses.asdict(config)
+
+
+def config_hash(config: Config) -> str:
+    """First 16 hex digits of the SHA-256 of the resolved config: equal configs give equal runs on one machine."""
+    text = json.dumps(to_plain(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,68 @@
+"""Flat host memory of exactly the size asked for, out of which tensors are cut.
+
+``torch.empty(pin_memory=True)`` rounds every tensor up to a power of two; an arena is one anonymous mmap, page-locked
+with cudaHostRegister where a GPU copies from it. Touching it with huge pages and several threads first makes the
+registration about seven times faster than cudaMallocHost.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+_ALIGNMENT_BYTES = 64
+_TOUCH_THREADS = 8
+_MADV_HUGEPAGE = 14  # Linux; the mmap module names it on some builds only
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+class HostArena:
+    """Anonymous host memory that lives as long as a tensor cut from it, or the arena, does."""
+
+    def __init__(self, size_bytes: int, *, pinned: bool) -> None:
+        """Allocate ``size_bytes``. Raises RuntimeError if the driver cannot page-lock that much."""
+        self.size_bytes = size_bytes
+        memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._flat = torch.frombuffer(memory, dtype=torch.uint8)
+        self._used_bytes = 0
+        self._registered = False
+        if pinned and size_bytes:
+            memory.madvise(_MADV_HUGEPAGE)
+            self._touch()
+            self._register()
+
+    @staticmethod
+    def bytes_needed(tensors: Iterable[torch.Tensor]) -> int:
+        """Size of an arena for copies of ``tensors``."""
+        return sum(_aligned(tensor.nbytes) for tensor in tensors)
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The next piece of the arena as a contiguous tensor of ``tensor``'s shape and dtype."""
+        start = self._used_bytes
+        self._used_bytes += _aligned(tensor.nbytes)
+        assert self._used_bytes <= self.size_bytes, "the arena is full"
+        return self._flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def _touch(self) -> None:
+        pieces = self._flat.tensor_split(_TOUCH_THREADS)
+        with ThreadPoolExecutor(_TOUCH_THREADS) as pool:
+            list(pool.map(lambda piece: piece.zero_(), pieces))
+
+    def _register(self) -> None:
+        error = torch.cuda.cudart().cudaHostRegister(self._flat.data_ptr(), self.size_bytes, 0)
+        if int(error) != 0:
+            raise RuntimeError(
+                f"the CUDA driver could not page-lock {self.size_bytes / 2**30:.2f} GiB of host memory ({error}); "
+                "another memory policy keeps less of it (memory=rebuild keeps least)"
+            )
+        self._registered = True
+
+    def __del__(self) -> None:
+        if getattr(self, "_registered", False):
+            torch.cuda.cudart().cudaHostUnregister(self._flat.data_ptr())

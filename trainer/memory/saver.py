@@ -1,0 +1,132 @@
+"""Regions that sleep: one interface over torch_memory_saver, and a null saver for ``offload=none``.
+
+torch_memory_saver ends the process on a wrong pause or resume. The state of every tag is therefore kept here, in
+Python, and a wrong call is an exception. This module and ``patches`` are the only ones that import it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+import patches
+from patches.ddp_buffer_backup import buffer_owner
+
+
+@dataclass(frozen=True)
+class RegionBytes:
+    """What one region released and what of it the saver copied to host memory, in bytes."""
+
+    released_bytes: int
+    backup_bytes: int
+
+
+class Saver(Protocol):
+    """Sleep and wake-up of tagged regions of device memory."""
+
+    sleeps: bool
+
+    def region(self, tag: str, *, backup: bool) -> AbstractContextManager[None]:
+        """Allocate inside: the memory belongs to ``tag``; with ``backup`` its bytes survive a sleep."""
+        ...
+
+    def buffers_of(self, role: str) -> AbstractContextManager[None]:
+        """Build Megatron's DDP inside: its buffers go to ``<role>/param`` and ``<role>/grad``."""
+        ...
+
+    def sleep(self, tag: str) -> RegionBytes:
+        """Release the memory of ``tag``. Raises RuntimeError if it is asleep."""
+        ...
+
+    def wake_up(self, tag: str) -> RegionBytes:
+        """Map the memory of ``tag`` again; bytes without a backup are undefined. Raises RuntimeError if awake."""
+        ...
+
+    def is_asleep(self, tag: str) -> bool: ...
+
+
+class NullSaver:
+    """``offload=none``: regions are ordinary memory and never sleep."""
+
+    sleeps = False
+
+    def region(self, tag: str, *, backup: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def buffers_of(self, role: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def sleep(self, tag: str) -> RegionBytes:
+        return RegionBytes(0, 0)
+
+    def wake_up(self, tag: str) -> RegionBytes:
+        return RegionBytes(0, 0)
+
+    def is_asleep(self, tag: str) -> bool:
+        return False
+
+
+class MemorySaver:
+    """``offload=train``: regions of torch_memory_saver (on CPU: of the stand-in from ``patches.cpu_saver``)."""
+
+    sleeps = True
+
+    def __init__(self, *, platform: str, poison: bool, retain_cpu_backup: bool, cpu_backup_backend: str) -> None:
+        from torch_memory_saver import torch_memory_saver
+
+        self._tms: Any = torch_memory_saver
+        self._asleep: dict[str, bool] = {}
+        self._poison = poison
+        self._backend = cpu_backup_backend if platform == "cuda" else None
+        if platform == "cuda":
+            from trainer.memory.cuda_regions import CudaRegions
+
+            self._tms.hook_mode = "preload"  # importing megatron's GPT model has set "torch"
+            self._tms.retain_cpu_backup = retain_cpu_backup
+            self._pools: Any = CudaRegions(self._tms)
+        else:
+            assert "cpu_saver" in patches.applied()
+            self._tms._impl.poison = poison
+            self._pools = self._tms._impl
+
+    def region(self, tag: str, *, backup: bool) -> AbstractContextManager[None]:
+        if self._asleep.get(tag, False):
+            raise RuntimeError(f"region {tag} is asleep: wake it up before allocating in it")
+        self._asleep[tag] = False
+        backend = self._backend if backup else None
+        return self._tms.region(tag=tag, enable_cpu_backup=backup, cpu_backup_backend=backend)
+
+    def buffers_of(self, role: str) -> AbstractContextManager[None]:
+        self._asleep[f"{role}/param"] = self._asleep[f"{role}/grad"] = False
+        return buffer_owner(role)
+
+    def is_asleep(self, tag: str) -> bool:
+        return self._asleep.get(tag, False)
+
+    def sleep(self, tag: str) -> RegionBytes:
+        if self._asleep.get(tag, False):
+            raise RuntimeError(f"region {tag} is asleep already")
+        sizes = self._sizes(tag)
+        self._tms.pause(tag)
+        self._asleep[tag] = True
+        return sizes
+
+    def wake_up(self, tag: str) -> RegionBytes:
+        if not self._asleep.get(tag, False):
+            raise RuntimeError(f"region {tag} is awake already")
+        sizes = self._sizes(tag)
+        self._pools.check_room(tag)
+        self._tms.resume(tag)
+        self._asleep[tag] = False
+        if self._poison:
+            self._pools.fill_with_poison(tag)
+        return sizes
+
+    def _sizes(self, tag: str) -> RegionBytes:
+        return RegionBytes(
+            released_bytes=self._pools.resident_bytes(tag),
+            backup_bytes=self._pools.resident_bytes(tag, backup=True),
+        )

@@ -1,0 +1,109 @@
+"""Who keeps which bytes while a model sleeps: the plan that follows from the config, proven before anything starts.
+
+Pure: imports neither torch nor megatron. The rows say, per role and buffer kind, the keeper, whether the saver keeps
+a copy, and what the flag is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.config import GRAD_FLAG, PARAM_FLAG, Config, RoleConfig
+
+KINDS = ("param", "grad", "optim", "rest")
+NO_BUFFER = "-"  # keeper of a kind that does not exist in this run
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One role's buffers of one kind.
+
+    Attributes:
+        keeper: who the bytes come back from: saver, backuper, main_params, none; ``awake`` if nothing sleeps, ``-``
+            if there is no such buffer.
+        saver_backup: the saver copies the region to host memory.
+        flag: value of the kind's ``disable_*_cpu_backup`` flag; None where it does not apply.
+        note: what a reader of the table should know.
+    """
+
+    role: str
+    kind: str
+    keeper: str
+    saver_backup: bool
+    flag: bool | None
+    note: str = ""
+
+    @property
+    def tag(self) -> str:
+        return f"{self.role}/{self.kind}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All rows of a run. Raises AssertionError if a paused byte would have no source to come back from."""
+
+    sleeps: bool
+    rows: tuple[PlanRow, ...]
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            restored = row.saver_backup or row.keeper in ("backuper", "main_params", NO_BUFFER)
+            zeroed_before_use = row.kind == "grad" and row.keeper == "none"
+            assert not self.sleeps or restored or zeroed_before_use, f"{row.tag} has no source to come back from"
+
+    def row(self, role: str, kind: str) -> PlanRow:
+        return next(row for row in self.rows if (row.role, row.kind) == (role, kind))
+
+    def of_role(self, role: str) -> tuple[PlanRow, ...]:
+        return tuple(row for row in self.rows if row.role == role)
+
+
+def make_plan(config: Config) -> Plan:
+    """The plan of a validated config."""
+    sleeps = config.offload.train
+    rows = []
+    for role, role_config in config.roles.items():
+        restore = getattr(config.memory, role)
+        rows += [
+            _param_row(role, role_config, restore.restore_params_from, sleeps=sleeps),
+            _grad_row(role, role_config, restore.restore_grads_from, sleeps=sleeps),
+            PlanRow(role, "optim", _or_awake("saver", sleeps), sleeps, None, "fp32 main params and Adam moments"),
+            _rest_row(role, role_config, restore.restore_params_from, sleeps=sleeps),
+        ]
+    return Plan(sleeps, tuple(rows))
+
+
+def _or_awake(keeper: str, sleeps: bool) -> str:
+    return keeper if sleeps else "awake"
+
+
+def _param_row(role: str, role_config: RoleConfig, source: str, *, sleeps: bool) -> PlanRow:
+    if not role_config.ddp.use_distributed_optimizer:
+        # The buffer does not exist: parameters are `rest`.
+        return PlanRow(role, "param", NO_BUFFER, False, None, "no buffer: parameters are in rest")
+    flag = getattr(role_config.ddp, PARAM_FLAG)
+    copied = sleeps and not flag
+    note = ""
+    if copied and source != "saver":
+        note = f"redundant: the saver keeps a copy too, {source} restores"
+    elif copied and role == "actor":
+        note = "the weights backuper keeps a copy too"
+    return PlanRow(role, "param", _or_awake(source, sleeps), copied, flag, note)
+
+
+def _grad_row(role: str, role_config: RoleConfig, source: str, *, sleeps: bool) -> PlanRow:
+    flag = getattr(role_config.ddp, GRAD_FLAG)
+    copied = sleeps and not flag
+    note = "zeroed before every use"
+    if copied and source == "none":
+        note = "redundant: the saver copies what is zeroed before every use"
+    return PlanRow(role, "grad", _or_awake(source, sleeps), copied, flag, note)
+
+
+def _rest_row(role: str, role_config: RoleConfig, source: str, *, sleeps: bool) -> PlanRow:
+    # Where parameters are rebuilt from main params the backuper keeps no actor tag, so it cannot restore `rest`.
+    keeper = "backuper" if role == "actor" and source != "main_params" else "saver"
+    what = "buffers, frozen parameters"
+    if not role_config.ddp.use_distributed_optimizer:
+        what = "all parameters, buffers"
+    return PlanRow(role, "rest", _or_awake(keeper, sleeps), sleeps and keeper == "saver", None, what)

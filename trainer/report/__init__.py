@@ -1,0 +1,26 @@
+"""What a run shows and leaves behind: records, progress, tables, figures, loggers.
+
+The report is made from the two record files, so it can be written again for a finished or broken-off run.
+Importing this package imports neither torch nor matplotlib: those wait until they are asked for.
+"""
+
+from trainer.report.document import write_report
+from trainer.report.loggers import Logger, open_loggers
+from trainer.report.progress import Progress
+from trainer.report.records import MEMORY_FILE, METRICS_FILE, Record, RunRecords, read_records
+from trainer.report.tables import Table, final_tables, plan_table
+
+__all__ = [
+    "MEMORY_FILE",
+    "METRICS_FILE",
+    "Logger",
+    "Progress",
+    "Record",
+    "RunRecords",
+    "Table",
+    "final_tables",
+    "open_loggers",
+    "plan_table",
+    "read_records",
+    "write_report",
+]

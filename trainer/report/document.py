@@ -1,0 +1,54 @@
+"""The run report: report.md with the tables, memory.png and training.png beside it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.report.records import MEMORY_FILE, METRICS_FILE, Record, read_records
+from trainer.report.tables import final_tables, plan_table
+
+REPORT_FILE = "report.md"
+TRAINING_FIGURE = "training.png"
+MEMORY_FIGURE = "memory.png"
+
+
+def write_report(
+    directory: Path, *, config: Mapping[str, Any], summary: Mapping[str, Any], plan: Sequence[Record] = ()
+) -> Path:
+    """Write the report of a run from its record files, whole or broken off; call it again at any time.
+
+    Args:
+        directory: the run directory, with metrics.jsonl and memory.jsonl.
+        config: the run's config as plain nested values; listed as dotted `key=value` lines.
+        summary: what a reader should know first (platform, ranks, patches, ...), as name -> value.
+        plan: rows for `plan_table`.
+
+    Returns:
+        The path of report.md.
+
+    Raises:
+        FileNotFoundError: the directory holds no record files.
+    """
+    from trainer.report import figures  # matplotlib waits until a report is written
+
+    metrics, memory = read_records(directory / METRICS_FILE), read_records(directory / MEMORY_FILE)
+    facts = "\n".join(f"- {name}: {value}" for name, value in summary.items())
+    parts = [f"# {directory.resolve().name}", facts]
+    if figures.draw_training(metrics, directory / TRAINING_FIGURE):
+        parts += ["## Training", f"![Reward, held-out accuracy, KL, value loss, entropy]({TRAINING_FIGURE})"]
+    if figures.draw_memory(memory, directory / MEMORY_FIGURE):
+        parts += ["## Memory", f"![Host, asleep and GPU memory over time]({MEMORY_FIGURE})"]
+    tables = [*([plan_table(plan)] if plan else []), *final_tables(metrics, memory)]
+    parts += [f"## {table.title}\n\n{table.markdown()}" for table in tables]
+    parts.append("\n".join(["## Config", "", "```", *_dotted(config), "```"]))
+    path = directory / REPORT_FILE
+    path.write_text("\n\n".join(part for part in parts if part) + "\n")
+    return path
+
+
+def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={'null' if value is None else value}"

@@ -1,0 +1,86 @@
+"""The run's two record files: flat JSON objects, one a line, flushed line by line. Only rank 0 writes them.
+
+`metrics.jsonl` holds one record at the end of the supervised warm-up (step 0) and one per PPO step:
+    step, reward, kl, entropy, {actor,critic}/{loss,grad_norm,clip_fraction}, critic/explained_variance,
+    response_length, truncated_fraction, seconds/<phase>, host_rss_bytes, asleep_{released,backup}_bytes;
+    step 0 also parameters/<role> (how many parameters the bytes of memory.jsonl belong to);
+    the first and the last also heldout_accuracy, the last weights_sha256/<role>.
+`memory.jsonl` holds, in the order in which things happened, one record per region and sleep or wake-up
+    step, phase, role, kind, flag, keeper, state ("asleep" | "awake"), released_bytes, backup_bytes, seconds
+and one at the end of every phase
+    step, phase, time_seconds (wall clock), rss_bytes, pss_bytes, gpu_allocated_bytes, gpu_used_bytes.
+What JSON cannot say (NaN, infinities) and what is not known is null; floats keep every digit.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+Record = Mapping[str, Any]
+
+METRICS_FILE = "metrics.jsonl"
+MEMORY_FILE = "memory.jsonl"
+
+
+def read_records(path: Path) -> list[Record]:
+    """All whole lines of a record file; a line that a killed run left unfinished is not one of them."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+class RunRecords:
+    """Appends to the record files of a run directory, which is made where missing.
+
+    A run that goes on from a checkpoint gives `resumed_after`, the last step in that checkpoint. Records of
+    later steps, which the interrupted run had still written, are dropped: the files read like those of an
+    unbroken run.
+    """
+
+    def __init__(self, directory: Path, *, resumed_after: int | None = None) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS_FILE, MEMORY_FILE):
+            _mend(directory / name, resumed_after=resumed_after)
+        self._metrics = (directory / METRICS_FILE).open("a")
+        self._memory = (directory / MEMORY_FILE).open("a")
+
+    def metrics(self, record: Record) -> None:
+        self._metrics.write(_line(record))
+        self._metrics.flush()
+
+    def memory(self, record: Record) -> None:
+        self._memory.write(_line(record))
+        self._memory.flush()
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _mend(path: Path, *, resumed_after: int | None) -> None:
+    """Drop an unfinished last line and the steps after `resumed_after`; the file is never half written."""
+    if not path.exists():
+        return
+    kept = [r for r in read_records(path) if resumed_after is None or r["step"] <= resumed_after]
+    mended = path.with_suffix(".mended")
+    mended.write_text("".join(map(_line, kept)))
+    os.replace(mended, path)
+
+
+def _line(record: Record) -> str:
+    assert "step" in record, f"a record without its step: {record}"
+    return json.dumps({key: _plain(key, value) for key, value in record.items()}, allow_nan=False) + "\n"
+
+
+def _plain(key: str, value: Any) -> str | int | float | bool | None:
+    if hasattr(value, "item"):  # a NumPy or torch scalar
+        value = value.item()
+    assert value is None or isinstance(value, str | int | float), f"records are flat, but {key} is {value!r}"
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,145 @@
+"""The numbers of a run as tables, each written once and shown by rich and in Markdown alike."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich import table as rich_table
+
+from trainer.report.records import Record
+from trainer.report.units import byte_unit
+
+UNKNOWN = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Cells are ready text. The first `text_columns` columns are left-aligned, the others hold numbers.
+
+    Rows in `totals` close the table. `console.print(table)` shows it with rich.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    totals: Sequence[Sequence[str]] = ()
+    text_columns: int = 1
+
+    def __rich__(self) -> rich_table.Table:
+        table = rich_table.Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD)
+        for index, column in enumerate(self.columns):
+            table.add_column(column, justify="left" if index < self.text_columns else "right")
+        for row in self.rows:
+            table.add_row(*row)
+        table.add_section()
+        for row in self.totals:
+            table.add_row(*row, style="bold")
+        return table
+
+    def markdown(self) -> str:
+        rules = [":---" if index < self.text_columns else "---:" for index in range(len(self.columns))]
+        bold = [[f"**{cell}**" if cell else "" for cell in row] for row in self.totals]
+        lines = [self.columns, rules, *self.rows, *bold]
+        escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+        return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+
+def final_tables(metrics: Sequence[Record], memory: Sequence[Record]) -> list[Table]:
+    """Held-out accuracy, memory while asleep and seconds per phase; a table without rows is left out."""
+    parameters = {
+        key.removeprefix("parameters/"): value
+        for record in metrics
+        for key, value in record.items()
+        if key.startswith("parameters/")
+    }
+    tables = (accuracy_table(metrics), sleep_table(memory, parameters=parameters), phase_table(metrics))
+    return [table for table in tables if table.rows]
+
+
+def plan_table(rows: Iterable[Record]) -> Table:
+    """The plan, known before the launch: one {role, kind, keeper, flag, note} per role and buffer kind."""
+    return Table(
+        title="Who keeps what while it sleeps",
+        columns=("role", "buffer", "keeper", "no-backup flag", "note"),
+        rows=[(row["role"], row["kind"], row["keeper"], _flag(row["flag"]), row["note"]) for row in rows],
+        text_columns=5,
+    )
+
+
+def accuracy_table(metrics: Sequence[Record]) -> Table:
+    """Held-out accuracy when the warm-up ends (step 0) and at the last step that measured it."""
+    measured = {r["step"]: r["heldout_accuracy"] for r in metrics if r.get("heldout_accuracy") is not None}
+    rows = [("after the warm-up", "0", f"{measured[0]:.2%}")] if 0 in measured else []
+    last = max(measured, default=0)
+    if last > 0:
+        rows.append(("at the end", str(last), f"{measured[last]:.2%}"))
+    gained = [("gained", "", f"{100 * (measured[last] - measured[0]):+.2f} points")] if len(rows) == 2 else []
+    return Table(title="Held-out accuracy", columns=("when", "step", "accuracy"), rows=rows, totals=gained)
+
+
+def sleep_table(memory: Sequence[Record], *, parameters: Record) -> Table:
+    """What every region released and backed up when it last fell asleep, in bytes of rank 0.
+
+    Args:
+        memory: the records of memory.jsonl.
+        parameters: how many parameters of each role those bytes belong to, by role.
+    """
+    last_sleep = {(r["role"], r["kind"]): r for r in memory if r.get("state") == "asleep"}
+    unit, size = byte_unit(max((r["released_bytes"] for r in last_sleep.values()), default=0))
+
+    def amounts(regions: Iterable[Record], per: int | None) -> tuple[str, str, str]:
+        released, backup = (sum(r[key] for r in regions) for key in ("released_bytes", "backup_bytes"))
+        host_bytes_per_parameter = f"{backup / per:.2f}" if per else UNKNOWN
+        return f"{released / size:.2f}", f"{backup / size:.2f}", host_bytes_per_parameter
+
+    rows, totals = [], []
+    for role in dict.fromkeys(role for role, _ in last_sleep):
+        regions = [region for region in last_sleep.values() if region["role"] == role]
+        count = parameters.get(role)
+        for r in regions:
+            seconds = [_median_seconds(memory, region=r, state=state) for state in ("asleep", "awake")]
+            rows.append((role, r["kind"], r["keeper"], _flag(r["flag"]), *amounts([r], count), *seconds))
+        totals.append((role, "all", "", "", *amounts(regions, count), "", ""))
+    if len(totals) > 1:
+        totals.append(("all", "all", "", "", *amounts(last_sleep.values(), None)[:2], "", "", ""))
+    sizes = (f"released ({unit})", f"backed up ({unit})", "host bytes per parameter")
+    header = ("role", "buffer", "keeper", "no-backup flag", *sizes, "to sleep (s)", "to wake (s)")
+    return Table(title="Memory while asleep", columns=header, rows=rows, totals=totals, text_columns=4)
+
+
+def phase_table(metrics: Sequence[Record]) -> Table:
+    """Seconds per phase of the PPO steps; the share is that of all phases together."""
+    seconds: dict[str, list[float]] = {}
+    steps = [record for record in metrics if record["step"] > 0]
+    for record in steps:
+        for key, value in record.items():
+            if key.startswith("seconds/") and value is not None:
+                seconds.setdefault(key.removeprefix("seconds/"), []).append(value)
+    total = sum(map(sum, seconds.values()))
+    rows = [
+        (phase, f"{statistics.fmean(values):.3f}", f"{sum(values):.2f}", _share(sum(values), total))
+        for phase, values in seconds.items()
+    ]
+    totals = [("step", f"{total / len(steps):.3f}", f"{total:.2f}", _share(total, total))] if rows else []
+    return Table(
+        title="Seconds per phase",
+        columns=("phase", "mean (s)", "total (s)", "share of step"),
+        rows=rows,
+        totals=totals,
+    )
+
+
+def _flag(flag: bool | None) -> str:
+    return "not applicable" if flag is None else "set" if flag else "unset"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else UNKNOWN
+
+
+def _median_seconds(memory: Iterable[Record], *, region: Record, state: str) -> str:
+    """The median, because the first sleep alone pays for pinning host memory."""
+    same = ("role", "kind")
+    times = [r["seconds"] for r in memory if r.get("state") == state and all(r[k] == region[k] for k in same)]
+    return f"{statistics.median(times):.3f}" if times else UNKNOWN

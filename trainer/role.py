@@ -1,0 +1,301 @@
+"""A role (actor, critic): model, optimizer and weights backuper, and their sleep and wake-up.
+
+What each buffer comes back from is the plan's; this module carries it out. A forward pass between a region's wake-up
+and the restore of its bytes is impossible through the public methods: :meth:`Role.wake_up` does both or raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trainer import optimizer as optimizers
+from trainer.backup import TensorBackuper
+from trainer.config import Config
+from trainer.memory.saver import Saver
+from trainer.models.build import build_gpt, drop_caches, move_rest, named_tensors, wrap_ddp
+from trainer.plan import KINDS, NO_BUFFER, Plan
+
+MemoryObserver = Callable[[dict[str, Any]], None]
+TRAINING = frozenset(KINDS)
+FORWARD = frozenset({"param"})
+
+
+class Role:
+    """Build it awake, then :meth:`wake_up` and :meth:`sleep`. ``kinds`` are buffer kinds of :mod:`trainer.plan`;
+    ``param`` brings ``rest`` along, since no forward pass works without both."""
+
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        *,
+        plan: Plan,
+        saver: Saver,
+        vocab_size: int,
+        seed: int,
+        observer: MemoryObserver,
+        pinned: bool,
+    ) -> None:
+        self.name, self.config = name, config.roles[name]
+        self._plan, self._saver, self._observe = plan, saver, observer
+        self._rebuilds = plan.row(name, "param").keeper == "main_params"
+        gpt = build_gpt(
+            self.config.model,
+            vocab_size=vocab_size,
+            parallel=config.parallel,
+            seed=seed,
+            value_head=name == "critic",
+        )
+        self.chunks: list[Any] = [
+            wrap_ddp(
+                gpt,
+                self.config.ddp,
+                disable_param_backup=bool(plan.row(name, "param").flag),
+                owner=saver.buffers_of(name),
+            )
+        ]
+        move_rest(self.chunks, saver.region(f"{name}/rest", backup=plan.row(name, "rest").saver_backup))
+        self.optimizer, self._optimizer_state = optimizers.build_optimizer(
+            self.chunks, self.config, region=saver.region(f"{name}/optim", backup=plan.row(name, "optim").saver_backup)
+        )
+        self._set_param_hooks(enabled=False)
+        self.backuper: TensorBackuper | None = None
+        self._active_tag: str | None = name
+        self._trained_since_backup = True
+        if name == "actor":
+            self.backuper = TensorBackuper.create(
+                source_getter=lambda: named_tensors(self.chunks), single_tag=None, pinned=pinned
+            )
+            self._backup_if_trained()
+
+    # ---- sleep and wake-up -------------------------------------------------------------------------------------
+
+    @property
+    def active_tag(self) -> str | None:
+        """The weights tag that lies in the parameters; None while they sleep."""
+        return self._active_tag
+
+    def is_asleep(self, kind: str) -> bool:
+        return self._saver.is_asleep(f"{self.name}/{kind}")
+
+    def sleep(self, *, kinds: Collection[str] = TRAINING) -> None:
+        """Release the buffers of ``kinds`` (those asleep already stay so). Weights trained since the last backup are
+        backed up first. Raises ValueError for an unknown kind."""
+        kinds = self._with_rest(kinds)
+        if "param" in kinds and not self.is_asleep("param"):
+            self._backup_if_trained()
+            drop_caches()
+        if "grad" in kinds:
+            self.optimizer.zero_grad(set_to_none=True)
+        for row in self._plan.of_role(self.name):
+            if row.kind in kinds and row.keeper != NO_BUFFER and not self._saver.is_asleep(row.tag):
+                self._timed(row, "asleep", self._saver.sleep)
+                if row.kind == "rest" and self._plan.sleeps:
+                    self._active_tag = None
+
+    def wake_up(self, *, kinds: Collection[str] = TRAINING, tag: str | None = None) -> None:
+        """Map the buffers of ``kinds`` again and restore what must be restored.
+
+        Parameters end up holding the weights of ``tag`` (default: the role's own); waking straight to another tag
+        restores nothing else first. Gradients are undefined until they are zeroed.
+
+        Raises:
+            ValueError: an unknown kind, or a tag that is not backed up.
+            MemoryError: the device has too little free memory; nothing was woken.
+        """
+        tag = tag or self.name
+        self._check_tag(tag)
+        kinds = self._with_rest(kinds)
+        if "param" in kinds and self._rebuilds and tag == self.name:
+            kinds = kinds | {"optim"}
+        for row in self._plan.of_role(self.name):
+            if row.kind in kinds and self._saver.is_asleep(row.tag):
+                self._timed(row, "awake", self._saver.wake_up)
+        if "param" in kinds and self._active_tag != tag:
+            self._switch_model(tag)
+
+    @contextmanager
+    def awake(self, *, kinds: Collection[str] = TRAINING, tag: str | None = None) -> Iterator[None]:
+        """Awake inside, asleep after, also when the body raises."""
+        try:
+            self.wake_up(kinds=kinds, tag=tag)
+            yield
+        finally:
+            self.sleep()
+
+    def switch_to(self, tag: str) -> None:
+        """Put the weights of ``tag`` into the awake parameters, e.g. "ref" and back to "actor"."""
+        self.require(FORWARD)
+        self._check_tag(tag)
+        self._backup_if_trained()
+        self._switch_model(tag)
+
+    def _switch_model(self, tag: str) -> None:
+        """Restore ``tag``, even if it is the active one: after a wake-up the parameters may hold anything."""
+        if tag == self.name and (self.backuper is None or self._rebuilds):
+            if self._rebuilds:
+                optimizers.copy_main_to_model_params(self.optimizer, self.chunks)
+        else:
+            assert self.backuper is not None
+            self.backuper.restore(tag)
+        self._active_tag = tag
+
+    def _check_tag(self, tag: str) -> None:
+        if tag == self.name:
+            return
+        if self.backuper is None:
+            raise ValueError(f"the {self.name} has no weights backuper, so no tag {tag!r}")
+        self.backuper.get(tag)
+
+    def _with_rest(self, kinds: Collection[str]) -> frozenset[str]:
+        unknown = sorted(set(kinds) - set(KINDS))
+        if unknown:
+            raise ValueError(f"unknown buffer kinds {', '.join(unknown)}; kinds are {', '.join(KINDS)}")
+        return frozenset(kinds) | ({"rest", "param"} if {"param", "rest"} & set(kinds) else set())
+
+    def _timed(self, row: Any, state: str, action: Callable[[str], Any]) -> None:
+        start = time.perf_counter()
+        sizes = action(row.tag)
+        if not self._plan.sleeps:
+            return
+        backup_bytes = sizes.backup_bytes
+        if row.keeper == "backuper" and row.kind == self._backuper_kind:
+            backup_bytes += self._tag_bytes(self.name)
+        self._observe(
+            {
+                "role": self.name,
+                "kind": row.kind,
+                "state": state,
+                "flag": row.flag,
+                "keeper": row.keeper,
+                "released_bytes": sizes.released_bytes,
+                "backup_bytes": backup_bytes,
+                "seconds": time.perf_counter() - start,
+            }
+        )
+
+    # ---- weights backuper --------------------------------------------------------------------------------------
+
+    @property
+    def _backuper_kind(self) -> str:
+        """The buffer kind that the backuper's copy mainly stands for."""
+        return "param" if self.config.ddp.use_distributed_optimizer else "rest"
+
+    def _tag_bytes(self, tag: str) -> int:
+        if self.backuper is None or tag not in self.backuper.backup_tags:
+            return 0
+        return sum(tensor.nbytes for tensor in self.backuper.get(tag).values())
+
+    def extra_tags(self) -> Iterable[tuple[str, int]]:
+        """(tag, host bytes) of backups beside the one that restores the role's own parameters."""
+        if self.backuper is None:
+            return
+        is_keeper = self._plan.row(self.name, self._backuper_kind).keeper == "backuper"
+        for tag in self.backuper.backup_tags:
+            if not (is_keeper and tag == self.name):
+                yield tag, self._tag_bytes(tag)
+
+    def backup(self) -> None:
+        """``backup("actor")`` after a training phase; nothing to do for a role whose parameters are rebuilt or that has
+        no backuper."""
+        self.require(FORWARD)
+        self._backup_if_trained()
+
+    def _backup_if_trained(self) -> None:
+        keeps_own_tag = self.backuper is not None and not self._rebuilds
+        if keeps_own_tag and self._trained_since_backup and self._active_tag == self.name:
+            assert self.backuper is not None
+            self.backuper.backup(self.name)
+        self._trained_since_backup = False
+
+    def copy_to_tag(self, dst_tag: str) -> None:
+        """Keep the current weights under ``dst_tag`` too (the reference model, once the warm-up has ended)."""
+        self.require(FORWARD)
+        assert self.backuper is not None
+        if self._rebuilds:
+            self.backuper.backup(dst_tag)
+        else:
+            self._backup_if_trained()
+            self.backuper.copy(src_tag=self.name, dst_tag=dst_tag)
+
+    # ---- work --------------------------------------------------------------------------------------------------
+
+    def require(self, kinds: Collection[str], *, tag: str | None = None) -> None:
+        """Raise RuntimeError unless ``kinds`` are awake (and the active weights are those of ``tag``)."""
+        asleep = sorted(kind for kind in self._with_rest(kinds) if self.is_asleep(kind))
+        if asleep:
+            raise RuntimeError(f"the {self.name}'s {', '.join(asleep)} buffers are asleep: call wake_up() first")
+        if self._active_tag is None:
+            raise RuntimeError(f"the {self.name}'s parameters hold no weights: call wake_up() first")
+        if tag is not None and self._active_tag != tag:
+            raise RuntimeError(f"the {self.name} holds the weights of {self._active_tag!r}, not {tag!r}")
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """One optimizer step's forward and backward passes happen inside, then :meth:`step`."""
+        self.require(TRAINING, tag=self.name)
+        self._set_param_hooks(enabled=True)
+        try:
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad(set_to_none=True)
+            yield
+        finally:
+            self._set_param_hooks(enabled=False)
+
+    def step(self) -> tuple[bool, float]:
+        """Optimizer step on the gradients in the buffers -> (updated, gradient norm before clipping)."""
+        self.require(TRAINING, tag=self.name)
+        updated, grad_norm = optimizers.step(self.optimizer)
+        self._trained_since_backup = True
+        return updated, grad_norm
+
+    def _set_param_hooks(self, *, enabled: bool) -> None:
+        """Hooks that gather parameters during the forward pass live inside :meth:`training` only; leaving it completes
+        the gather, so that backups, forward-only passes and sleep see whole parameters."""
+        if not self.config.ddp.overlap_param_gather:
+            return
+        for chunk in self.chunks:
+            if enabled:
+                chunk.enable_forward_pre_hook()
+            else:
+                chunk.disable_forward_pre_hook(param_sync=True)
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy ``weights`` (names of :func:`named_tensors`) into the model and refresh the fp32 main params, without
+        which the next optimizer step would undo the load. Raises ValueError for a name the model lacks."""
+        self.require(TRAINING, tag=self.name)
+        own = dict(named_tensors(self.chunks))
+        unknown = sorted(set(weights) - set(own))
+        if unknown:
+            raise ValueError(f"the {self.name} has no tensors called {', '.join(unknown)}")
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+        self.optimizer.reload_model_params()
+        self._trained_since_backup = True
+        self._backup_if_trained()
+
+    def parameter_count(self) -> int:
+        """Parameters on this rank."""
+        return sum(param.numel() for chunk in self.chunks for param in chunk.parameters())
+
+    def weights_sha256(self) -> str:
+        """SHA-256 of every model tensor and of the optimizer state of this rank."""
+        self.require(TRAINING, tag=self.name)
+        digest = hashlib.sha256()
+        for name, tensor in named_tensors(self.chunks):
+            digest.update(name.encode())
+            digest.update(_bytes_of(tensor))
+        digest.update(_bytes_of(self._optimizer_state))
+        return digest.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())

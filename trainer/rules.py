@@ -1,0 +1,310 @@
+"""The rules that join several settings, one function each, all checked before anything is launched.
+
+Every function takes the whole config and raises ValueError: what was given, what is allowed, and the override that
+changes it. :func:`check` runs them all. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+from hydra.utils import get_class
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+
+ExplicitFlags = Collection[tuple[str, str]]
+
+PARAM_SOURCES = ("saver", "backuper", "main_params")
+GRAD_SOURCES = ("saver", "none")
+
+# (section, field) -> allowed values, for settings that are one word out of a few.
+CHOICES = {
+    "model.dtype": ("bf16", "fp32"),
+    "optimizer.lr_schedule": ("constant", "linear", "cosine"),
+    "rollout.engine": ("hf",),
+    "algo.loss_aggregation": ("token_mean", "sequence_mean"),
+    "algo.kl.placement": ("reward", "loss"),
+    "algo.kl.estimator": ("k1", "k2", "k3"),
+    "platform.name": ("cpu", "cuda"),
+    "logger.kind": ("none", "tensorboard", "wandb"),
+    "memory.cpu_backup_backend": ("pinned", "mmap"),
+}
+
+# Settings that must lie in an interval: dotted name -> (smallest, largest or None).
+RANGES: dict[str, tuple[float, float | None]] = {
+    "algo.num_steps": (0, None),
+    "algo.warmup_steps": (0, None),
+    "algo.warmup_lr": (0, None),
+    "algo.warmup_batch_size": (1, None),
+    "algo.prompts_per_step": (1, None),
+    "algo.responses_per_prompt": (1, None),
+    "algo.epochs": (1, None),
+    "algo.minibatches": (1, None),
+    "algo.micro_batch_size": (1, None),
+    "algo.gamma": (0, 1),
+    "algo.lam": (0, 1),
+    "algo.clip_low": (0, 1),
+    "algo.clip_high": (0, None),
+    "algo.dual_clip": (1, None),
+    "algo.value_clip": (0, None),
+    "algo.log_ratio_clamp": (0, None),
+    "algo.entropy_coef": (0, None),
+    "algo.critic_warmup_steps": (0, None),
+    "algo.heldout_prompts": (1, None),
+    "algo.kl.coef": (0, None),
+    "algo.kl.clamp": (0, None),
+    "algo.kl.target": (0, None),
+    "algo.kl.horizon": (1, None),
+    "rollout.temperature": (1e-3, None),
+    "rollout.top_p": (1e-3, 1),
+    "rollout.max_prompt_tokens": (1, None),
+    "rollout.max_new_tokens": (1, None),
+    "launch.nproc": (1, None),
+    "launch.threads_per_worker": (1, None),
+    "parallel.tp": (1, None),
+    "parallel.pp": (1, None),
+}
+
+
+def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
+    """Check every rule.
+
+    Args:
+        explicit_flags: (role, flag name) pairs that the user set, as opposed to those that follow from the policy.
+
+    Raises:
+        ValueError: the first broken rule.
+    """
+    check_choices(config)
+    check_ranges(config)
+    check_roles(config)
+    check_nccl_ub(config)
+    check_restore_sources(config)
+    check_explicit_flags(config, explicit_flags)
+    check_flags_against_sources(config)
+    check_main_params_source(config)
+    check_overlap(config)
+    check_parallel_support(config)
+    check_world_size(config)
+    check_model_shapes(config)
+    check_batch_sizes(config)
+    check_lengths(config)
+    check_task(config)
+
+
+def _lookup(config: Any, dotted: str) -> Any:
+    for name in dotted.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def _role_settings(config: Config, section: str, field: str) -> Iterator[tuple[str, Any]]:
+    for role, role_config in config.roles.items():
+        yield f"roles.{role}.{section}.{field}", _lookup(role_config, f"{section}.{field}")
+
+
+def check_choices(config: Config) -> None:
+    for dotted, allowed in CHOICES.items():
+        section, _, field = dotted.partition(".")
+        settings = [(dotted, _lookup(config, dotted))]
+        if section in ("model", "optimizer"):
+            settings += _role_settings(config, section, field)
+        for name, value in settings:
+            if value not in allowed:
+                raise ValueError(f"{name}={value}: must be one of {', '.join(allowed)}")
+
+
+def check_ranges(config: Config) -> None:
+    settings = [(dotted, _lookup(config, dotted), bounds) for dotted, bounds in RANGES.items()]
+    for role, role_config in config.roles.items():
+        optimizer = role_config.optimizer
+        settings.append((f"roles.{role}.optimizer.lr", optimizer.lr, (0, None)))
+        settings.append((f"roles.{role}.optimizer.clip_grad", optimizer.clip_grad, (0, None)))
+    for name, value, (smallest, largest) in settings:
+        if value is not None and not (smallest <= value and (largest is None or value <= largest)):
+            limits = f"at least {smallest}" if largest is None else f"between {smallest} and {largest}"
+            raise ValueError(f"{name}={value}: must be {limits}")
+
+
+def check_roles(config: Config) -> None:
+    if set(config.roles) != {"actor", "critic"}:
+        raise ValueError(
+            f"roles are {', '.join(config.roles) or 'empty'}: algo=ppo needs roles.actor and roles.critic "
+            "(role@roles.actor=actor role@roles.critic=critic)"
+        )
+
+
+def check_nccl_ub(config: Config) -> None:
+    for role, role_config in config.roles.items():
+        ddp = role_config.ddp
+        flagged = ddp.disable_grad_buffers_cpu_backup or ddp.disable_param_buffers_cpu_backup
+        if ddp.nccl_ub and (flagged or config.offload.train):
+            raise ValueError(
+                f"roles.{role}.ddp.nccl_ub=true does not go with sleeping buffers: NCCL's user buffers come from "
+                "its own allocator, which torch_memory_saver cannot pause. Use offload=none, or "
+                f"roles.{role}.ddp.nccl_ub=false"
+            )
+
+
+def _restore(config: Config, role: str) -> Any:
+    return getattr(config.memory, role)
+
+
+def check_restore_sources(config: Config) -> None:
+    for role in config.roles:
+        restore = _restore(config, role)
+        for field, allowed in (("restore_params_from", PARAM_SOURCES), ("restore_grads_from", GRAD_SOURCES)):
+            value = getattr(restore, field)
+            if value not in allowed:
+                raise ValueError(f"memory.{role}.{field}={value}: must be one of {', '.join(allowed)}")
+        if role != "actor" and restore.restore_params_from == "backuper":
+            raise ValueError(
+                f"memory.{role}.restore_params_from=backuper: only the actor has a weights backuper. Use "
+                f"memory.{role}.restore_params_from=saver (as memory=lean does) or =main_params (memory=rebuild)"
+            )
+
+
+def check_explicit_flags(config: Config, explicit_flags: ExplicitFlags) -> None:
+    """A flag that the user set must be able to mean something."""
+    for role, flag in explicit_flags:
+        ddp = config.roles[role].ddp
+        if not getattr(ddp, flag):
+            continue
+        if not config.offload.train:
+            raise ValueError(
+                f"roles.{role}.ddp.{flag}=true with offload=none: nothing sleeps, so there is no backup to "
+                "disable. Use offload=train, or leave the flag out"
+            )
+        if "param" in flag and not ddp.use_distributed_optimizer:
+            raise ValueError(
+                f"roles.{role}.ddp.{flag}=true needs roles.{role}.ddp.use_distributed_optimizer=true: only the "
+                "distributed optimizer has a parameter buffer"
+            )
+
+
+def check_flags_against_sources(config: Config) -> None:
+    """A set flag drops the saver's copy, so the buffer must come back from somewhere else."""
+    if not config.offload.train:
+        return
+    for role, role_config in config.roles.items():
+        restore = _restore(config, role)
+        for kind, flag, source, policy in (
+            ("param", "disable_param_buffers_cpu_backup", restore.restore_params_from, "lean (actor) or rebuild"),
+            ("grad", "disable_grad_buffers_cpu_backup", restore.restore_grads_from, "no_grads"),
+        ):
+            applies = kind == "grad" or role_config.ddp.use_distributed_optimizer
+            if applies and getattr(role_config.ddp, flag) and source == "saver":
+                raise ValueError(
+                    f"roles.{role}.ddp.{flag}=true but memory.{role}.restore_{kind}s_from=saver: the {role} would "
+                    f"wake up with garbage, since the saver keeps no copy. The policy that drops it: memory={policy}"
+                )
+
+
+def check_main_params_source(config: Config) -> None:
+    for role, role_config in config.roles.items():
+        if not config.offload.train or _restore(config, role).restore_params_from != "main_params":
+            continue
+        if not role_config.ddp.use_distributed_optimizer:
+            raise ValueError(
+                f"memory.{role}.restore_params_from=main_params needs "
+                f"roles.{role}.ddp.use_distributed_optimizer=true with fp32 main params. "
+                "Use it, or another policy (memory=lean)"
+            )
+
+
+def check_overlap(config: Config) -> None:
+    for role, role_config in config.roles.items():
+        ddp = role_config.ddp
+        if ddp.overlap_param_gather and not (ddp.use_distributed_optimizer and ddp.overlap_grad_reduce):
+            raise ValueError(
+                f"roles.{role}.ddp.overlap_param_gather=true needs roles.{role}.ddp.use_distributed_optimizer=true "
+                f"and roles.{role}.ddp.overlap_grad_reduce=true"
+            )
+
+
+def check_parallel_support(config: Config) -> None:
+    for name in ("tp", "pp"):
+        value = getattr(config.parallel, name)
+        if value != 1:
+            raise ValueError(f"parallel.{name}={value}: only parallel.{name}=1 is supported yet")
+
+
+def check_world_size(config: Config) -> None:
+    tp, pp, nproc = config.parallel.tp, config.parallel.pp, config.launch.nproc
+    if nproc % (tp * pp):
+        raise ValueError(
+            f"launch.nproc={nproc} is no multiple of parallel.tp * parallel.pp = {tp} * {pp} = {tp * pp}: "
+            f"use launch.nproc={tp * pp * max(1, nproc // (tp * pp))} or other parallel sizes"
+        )
+
+
+def check_model_shapes(config: Config) -> None:
+    for role, role_config in config.roles.items():
+        model, name, tp = role_config.model, f"roles.{role}.model", config.parallel.tp
+        if model.hidden_size % model.heads:
+            raise ValueError(
+                f"{name}.hidden_size={model.hidden_size} is no multiple of {name}.heads={model.heads}"
+            )
+        if (model.hidden_size // model.heads) % 2:
+            raise ValueError(
+                f"{name}: hidden_size / heads = {model.hidden_size // model.heads} must be even (rotary positions "
+                f"turn pairs); change {name}.heads={model.heads} or {name}.hidden_size={model.hidden_size}"
+            )
+        if model.heads % model.kv_heads:
+            raise ValueError(f"{name}.heads={model.heads} is no multiple of {name}.kv_heads={model.kv_heads}")
+        shared = [n for n in (model.heads, model.kv_heads, model.ffn_size) if n % tp]
+        if shared:
+            sizes = range(1, model.heads + 1)
+            fits = [n for n in sizes if not any(s % n for s in (model.heads, model.kv_heads, model.ffn_size))]
+            raise ValueError(
+                f"parallel.tp={tp} does not divide {name}.heads={model.heads}, kv_heads={model.kv_heads} and "
+                f"ffn_size={model.ffn_size}; these do: parallel.tp={', '.join(map(str, fits))}"
+            )
+
+
+def check_batch_sizes(config: Config) -> None:
+    algo, dp = config.algo, config.data_parallel_size
+    if algo.prompts_per_step % dp:
+        raise ValueError(
+            f"algo.prompts_per_step={algo.prompts_per_step} is no multiple of the data-parallel size {dp} "
+            f"(launch.nproc / parallel.tp / parallel.pp): use algo.prompts_per_step={_next(algo.prompts_per_step, dp)}"
+        )
+    samples = algo.prompts_per_step * algo.responses_per_prompt
+    unit = dp * algo.minibatches * algo.micro_batch_size
+    if samples % unit:
+        raise ValueError(
+            f"algo.prompts_per_step * algo.responses_per_prompt = {algo.prompts_per_step} * "
+            f"{algo.responses_per_prompt} = {samples} is no multiple of data-parallel size * algo.minibatches * "
+            f"algo.micro_batch_size = {dp} * {algo.minibatches} * {algo.micro_batch_size} = {unit}: use "
+            f"algo.micro_batch_size={max(1, samples // (dp * algo.minibatches))} or another number of prompts"
+        )
+    if algo.warmup_batch_size % dp:
+        raise ValueError(
+            f"algo.warmup_batch_size={algo.warmup_batch_size} is no multiple of the data-parallel size {dp}: use "
+            f"algo.warmup_batch_size={_next(algo.warmup_batch_size, dp)}"
+        )
+
+
+def _next(value: int, divisor: int) -> int:
+    return -(-value // divisor) * divisor
+
+
+def check_lengths(config: Config) -> None:
+    length = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    for role, role_config in config.roles.items():
+        if length > role_config.model.max_length:
+            raise ValueError(
+                f"rollout.max_prompt_tokens + rollout.max_new_tokens = {config.rollout.max_prompt_tokens} + "
+                f"{config.rollout.max_new_tokens} = {length} exceeds roles.{role}.model.max_length="
+                f"{role_config.model.max_length}: use model.max_length={length} or shorter sequences"
+            )
+
+
+def check_task(config: Config) -> None:
+    """Build the task (cheap, torch-free) and let it judge its own settings."""
+    settings = dict(config.task)
+    get_class(settings.pop("_target_"))(**settings).validate()
+
+

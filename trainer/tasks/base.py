@@ -1,0 +1,77 @@
+"""The contract between a task and the loop: examples to ask, a verifier to pay, text to train a tokenizer on.
+
+Simplification: one turn. A task never sees tokens, only text, and a response is judged by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+CORPUS_EXAMPLES = 2048
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question. ``metadata`` is whatever the task's verifier needs besides ``answer``."""
+
+    question: str
+    answer: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Task(ABC):
+    """Base of the task dataclasses: frozen, fields are exactly the keys of their YAML, no defaults in Python.
+
+    Everything is a function of the fields (``seed`` is one), so every rank that builds the same task holds
+    the same examples in the same order. What is derived is cached on the instance; pickle leaves it behind.
+    """
+
+    @property
+    @abstractmethod
+    def train(self) -> Sequence[Example]:
+        """Questions to train on; may be lazy and may repeat."""
+
+    @property
+    @abstractmethod
+    def heldout(self) -> Sequence[Example]:
+        """Questions to evaluate on; none of them is in ``train``."""
+
+    @abstractmethod
+    def score(self, response: str, example: Example) -> float:
+        """The reward of any text as a response to ``example``, in [0, 1]; 1 is a right answer. Junk is 0."""
+
+    @abstractmethod
+    def validate(self) -> None:
+        """Quick check of the fields, made before anything is launched.
+
+        Raises:
+            ValueError: a field is wrong; names the override to change.
+        """
+
+    def corpus(self) -> Iterator[str]:
+        """Text to train a tokenizer on: the first training questions and answers, nothing held out."""
+        for example in itertools.islice(self.train, CORPUS_EXAMPLES):
+            yield example.question
+            yield example.answer
+
+    def __getstate__(self) -> dict[str, Any]:
+        assert dataclasses.is_dataclass(self)
+        return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+
+
+def check_heldout_fraction(fraction: float) -> None:
+    """Raise ``ValueError`` unless a part of the questions is held out and a part is not."""
+    if not 0.0 < fraction < 1.0:
+        raise ValueError(
+            f"task.heldout_fraction={fraction} must lie between 0 and 1: try task.heldout_fraction=0.1"
+        )
+
+
+def count_heldout(count: int, *, fraction: float) -> int:
+    """How many of ``count`` >= 2 questions are held out: the fraction, but neither none nor all."""
+    return min(max(round(count * fraction), 1), count - 1)

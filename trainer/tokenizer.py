@@ -1,0 +1,101 @@
+"""The tokenizer: a small byte-level BPE trained on the task's own text, or any Hugging Face tokenizer folder.
+
+Byte-level (as in GPT-2), so any text round-trips; every digit is its own token, so numbers are spelled alike
+everywhere. A trained one is a function of the corpus alone: each rank trains its own and all agree. It adds
+no special tokens by itself and reads none out of text: ``<eos>`` in a question is letters and brackets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from trainer.tasks.base import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, BOS, EOS = SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
+SMALLEST_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+
+
+def load_tokenizer(path: str | None, *, task: Task, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Load the tokenizer in the folder ``path``, or train one on ``task.corpus()``.
+
+    The result has an eos and a pad token (eos pads where there is no other) and at most ``vocab_size``
+    entries; a trained one has fewer when the corpus has no more to merge.
+
+    Raises:
+        ValueError: no tokenizer at ``path``, none that is fast, no eos token, or ``vocab_size`` is too small.
+    """
+    tokenizer = _train(task.corpus(), vocab_size=vocab_size) if path is None else _load(path)
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer in {path} has {len(tokenizer)} entries, more than "
+            f"tokenizer.vocab_size={vocab_size}: use tokenizer.vocab_size={len(tokenizer)} or more"
+        )
+    return tokenizer
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    """Raise ``ValueError`` if a trained tokenizer's bytes and special tokens do not fit in ``vocab_size``."""
+    if vocab_size < SMALLEST_VOCAB_SIZE:
+        raise ValueError(
+            f"tokenizer.vocab_size={vocab_size} is too small for 256 bytes and {len(SPECIAL_TOKENS)} special "
+            f"tokens: use tokenizer.vocab_size={SMALLEST_VOCAB_SIZE} or more"
+        )
+
+
+def _train(corpus: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    check_vocab_size(vocab_size)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+    )
+
+
+def _load(path: str) -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if not Path(path).is_dir():
+        raise ValueError(
+            f"tokenizer.path={path} is no folder ({Path(path).resolve()}): give one with tokenizer.path=..."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # transformers raises anything on a folder that it cannot read
+        raise ValueError(
+            f"tokenizer.path={path} has no tokenizer that transformers can load: {error}"
+        ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(
+            f"tokenizer.path={path} has a {type(tokenizer).__name__}: a fast one (tokenizer.json) is needed"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer in tokenizer.path={path} has no eos token: set eos_token in tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
