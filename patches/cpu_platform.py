@@ -6,8 +6,8 @@ Why: megatron-core names CUDA in its DDP buffers, schedules, optimizer and RNG t
 How: ``torch.cuda.current_device()`` answers the CPU device; ``device="cuda"`` means the CPU in factory functions and
     ``Tensor.to``; ``Tensor.cuda`` is the identity; ``Tensor.type()`` answers ``torch.cuda.*``; CUDA RNG calls use the
     CPU generator; streams and events do nothing. The factory functions are wrapped, since a TorchFunctionMode is not
-    active in backward passes. where the CPU has no bf16 arithmetic, bf16 matrix products run in fp32 with
-    one rounding at the end, since its own bf16 kernels are about ten times slower.
+    active in backward passes. Where the CPU has no bf16 arithmetic, bf16 matrix products run in fp32 with one
+    rounding at the end, since its own bf16 kernels are about ten times slower.
 Upstream: megatron-core supports GPUs only.
 Remove when: megatron-core runs on CPU tensors unpatched.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from patches.registry import Patch, Replacement
+from patches.registry import Patch, Replacement, missing_names
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("arange", "empty", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros")
@@ -50,16 +50,13 @@ def _device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 def _to_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        args = tuple(_CPU if _is_cuda_argument(argument) else argument for argument in args)
+        if args and _means_cuda(args[0]):  # a device comes first or by name
+            args = (_CPU, *args[1:])
         if _means_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
         return original(self, *args, **kwargs)
 
     return to
-
-
-def _is_cuda_argument(argument: Any) -> bool:
-    return not isinstance(argument, (bool, int)) and _means_cuda(argument)
 
 
 def _type_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,13 +180,19 @@ def _in_fp32(out_overload: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     return kernel
 
 
+def _named_replacements() -> list[Replacement]:
+    return [*_cuda_replacements(), *_factory_replacements(), *_megatron_replacements()]
+
+
 def _replacements() -> list[Replacement]:
-    return [
-        *_cuda_replacements(),
-        *_factory_replacements(),
-        *_megatron_replacements(),
-        *_bf16_product_replacements(),
-    ]
+    return [*_named_replacements(), *_bf16_product_replacements()]
+
+
+def _probe() -> tuple[str, str]:
+    from patches.probe import probe_gpt
+
+    missing = missing_names(_named_replacements())
+    return ("CHANGED", f"there is no {', '.join(missing)}") if missing else probe_gpt()
 
 
 PATCH = Patch(
@@ -197,5 +200,5 @@ PATCH = Patch(
     target="torch.cuda, tensor factories, megatron.core.tensor_parallel.random, bf16 matrix products on CPU",
     why="a stand-in for CUDA on machines without a GPU",
     replacements=_replacements,
-    probe=lambda: ("OK", "applies"),
+    probe=_probe,
 )

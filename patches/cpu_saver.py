@@ -18,6 +18,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -118,8 +119,11 @@ class _Region:
         return sum(slab.resident_bytes for slab in self.slabs)
 
 
+_moving: ContextVar[bool] = ContextVar("_moving", default=False)  # the innermost region is at work: outer ones wait
+
+
 class _IntoRegion(TorchDispatchMode):
-    """Moves every new CPU storage that an operator returns into a region."""
+    """Moves every new CPU storage that an operator returns into a region; of nested regions the innermost gets it."""
 
     def __init__(self, region: _Region) -> None:
         super().__init__()
@@ -127,10 +131,18 @@ class _IntoRegion(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        known = {
-            leaf.untyped_storage()._cdata for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)
-        }
+        if _moving.get():
+            return func(*args, **kwargs)
+        token = _moving.set(True)
+        try:
+            return self._moved(func, func(*args, **kwargs), (args, kwargs))
+        finally:
+            _moving.reset(token)
+
+    def _moved(self, func: Any, result: Any, arguments: Any) -> Any:
+        known = {leaf.untyped_storage()._cdata for leaf in tree_iter(arguments) if isinstance(leaf, torch.Tensor)}
+        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...) shows its new storage as this argument
+            known = set()
 
         def move_if_new(leaf: Any) -> Any:
             is_new = (
@@ -155,32 +167,37 @@ class CpuMemorySaver:
     @contextmanager
     def region(self, *, tag: str, enable_cpu_backup: bool, **_: Any) -> Iterator[None]:
         regions = self._regions[tag]
-        region = regions.setdefault(enable_cpu_backup, _Region(has_backup=enable_cpu_backup))
-        if region.asleep:
+        if any(region.asleep for region in regions.values()):
             raise RuntimeError(f"region {tag} is asleep: nothing can be allocated in it")
+        region = regions.setdefault(enable_cpu_backup, _Region(has_backup=enable_cpu_backup))
         with _IntoRegion(region):
             yield
 
-    def _tagged(self, tag: str | None) -> list[_Region]:
+    def _tagged(self, tag: str | None) -> list[tuple[str, _Region]]:
         tags = list(self._regions) if tag is None else [tag]
-        return [region for name in tags for region in self._regions[name].values()]
+        return [(name, region) for name in tags for region in self._regions[name].values()]
 
     def pause(self, tag: str | None = None) -> None:
-        for region in self._tagged(tag):
+        """Release the memory of ``tag`` (of every tag, without one); all or, if one is asleep already, nothing."""
+        regions = self._tagged(tag)
+        for name, region in regions:
             if region.asleep:
-                raise RuntimeError(f"region {tag} is asleep already")
+                raise RuntimeError(f"region {name} is asleep already")
+        for _, region in regions:
             region.pause()
 
     def resume(self, tag: str | None = None) -> None:
-        for region in self._tagged(tag):
+        """Bring the memory of ``tag`` back (of every tag, without one); all or, if one is awake already, nothing."""
+        regions = self._tagged(tag)
+        for name, region in regions:
             if not region.asleep:
-                raise RuntimeError(f"region {tag} is awake already")
+                raise RuntimeError(f"region {name} is awake already")
+        for _, region in regions:
             region.resume(poison=self.poison)
 
     def resident_bytes(self, tag: str, *, backup: bool | None = None) -> int:
         """Bytes of the pages that ``tag`` occupies while awake; with ``backup`` only of those with (without) one."""
-        regions = self._tagged(tag)
-        return sum(region.resident_bytes for region in regions if backup in (None, region.has_backup))
+        return sum(region.resident_bytes for _, region in self._tagged(tag) if backup in (None, region.has_backup))
 
     def check_room(self, tag: str) -> None:
         """Host memory is not checked: the kernel maps pages on demand."""

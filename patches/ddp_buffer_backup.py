@@ -66,29 +66,40 @@ def _region(kind: str, flags: _Flags) -> AbstractContextManager[None]:
         from torch_memory_saver import torch_memory_saver
     except ImportError as error:
         flag = GRAD_FLAG if kind == "grad" else PARAM_FLAG
-        raise ImportError(f"{flag} needs torch_memory_saver: pip install torch-memory-saver") from error
+        user = f"{flag}=True" if disabled else f"buffer_owner({owner!r}) with {flag}=False"
+        raise ImportError(f"{user} needs torch_memory_saver: pip install torch-memory-saver") from error
     tag = f"{kind}_buffer" if owner is None else f"{owner}/{kind}"
     return torch_memory_saver.region(tag=tag, enable_cpu_backup=not disabled)
 
 
 class _BufferRouter(TorchFunctionMode):
-    """Runs the ``torch.zeros`` calls that make ``buffer``'s storage inside their regions."""
+    """Runs the calls that make ``buffer``'s storage inside their regions.
 
-    def __init__(self, buffer: Any, kinds: list[str], flags: _Flags) -> None:
+    These are ``torch.zeros`` with one whole number, once per kind, and then, where a parameter accumulates its
+    gradient in fp32 beside a bf16 buffer, ``torch.empty_like``.
+    """
+
+    def __init__(self, buffer: Any, flags: _Flags) -> None:
         super().__init__()
         self._buffer, self._flags = buffer, flags
-        self._waiting = list(kinds)
+        self._waiting: list[str] | None = None
         self.routed: dict[str, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        wanted = getattr(func, "__name__", "") == "zeros" and args and args[0] == getattr(self._buffer, "numel", None)
-        if not (wanted and self._waiting):
-            return func(*args, **kwargs)
-        kind = self._waiting.pop(0)
-        with _region(kind, self._flags):
-            self.routed[kind] = func(*args, **kwargs)
-        return self.routed[kind]
+        name = getattr(func, "__name__", "")
+        if name == "zeros" and args and isinstance(args[0], int):
+            if self._waiting is None:
+                self._waiting = _expected_kinds(self._buffer.ddp_config, self._buffer.params, self._flags)
+            if self._waiting:
+                kind = self._waiting.pop(0)
+                with _region(kind, self._flags):
+                    self.routed[kind] = func(*args, **kwargs)
+                return self.routed[kind]
+        elif name == "empty_like":
+            with _region("grad", self._flags):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _expected_kinds(ddp_config: Any, params: list[torch.nn.Parameter], flags: _Flags) -> list[str]:
@@ -97,19 +108,22 @@ def _expected_kinds(ddp_config: Any, params: list[torch.nn.Parameter], flags: _F
 
     if not ddp_config.use_distributed_optimizer:
         return ["grad"]
-    is_mxfp8 = getattr(upstream, "is_mxfp8tensor", lambda _: False)
-    if any(is_mxfp8(param) for param in params):
+    # The second name came with megatron-core 0.19.
+    names = [name for name in ("is_mxfp8tensor", "is_grouped_mxfp8tensor") if hasattr(upstream, name)]
+    if any(getattr(upstream, name)(param) for name in names for param in params):
         # One buffer serves both kinds; dropping its copy takes the parameters with it, so their flag decides.
         return ["param" if flags.disable_param_backup else "grad"]
     return ["param", "grad"]
 
 
-def _check_routing(buffer: Any, router: _BufferRouter, kinds: list[str]) -> None:
-    problems = []
-    for kind in kinds:
-        made = getattr(buffer, f"{kind}_data", None)
-        routed = router.routed.get(kind)
-        if routed is None or made is None or made.data_ptr() != routed.data_ptr():
+def _check_routing(buffer: Any, router: _BufferRouter) -> None:
+    """Raise RuntimeError unless each buffer is the tensor that was routed as its kind (or the only, shared one)."""
+    made = {kind: getattr(buffer, f"{kind}_data", None) for kind in ("param", "grad")}
+    shared = next(iter(router.routed.values())) if len(router.routed) == 1 else None
+    problems = [] if made["grad"] is not None else ["grad"]
+    for kind, data in made.items():
+        source = router.routed.get(kind, shared)
+        if data is not None and (source is None or source.data_ptr() != data.data_ptr()):
             problems.append(kind)
     if problems:
         raise RuntimeError(
@@ -161,10 +175,9 @@ def _patched_buffer_init(original: Callable[..., None]) -> Callable[..., None]:
             "nccl_ub takes its buffers from NCCL's own allocator, which torch_memory_saver cannot pause: "
             f"it does not go with {GRAD_FLAG}, {PARAM_FLAG} or a buffer owner"
         )
-        kinds = _expected_kinds(arguments["ddp_config"], arguments["params"], flags)
-        with _BufferRouter(self, kinds, flags) as router:
+        with _BufferRouter(self, flags) as router:
             original(self, *args, **kwargs)
-        _check_routing(self, router, kinds)
+        _check_routing(self, router)
 
     return __init__
 
@@ -211,7 +224,7 @@ def _probe() -> tuple[str, str]:
         return "UPSTREAMED", "megatron-core has the arguments itself: delete this patch"
     if any(upstream):
         return "CHANGED", "megatron-core has the arguments in one of the two constructors only"
-    return probe_ddp_buffers(PATCH)
+    return probe_ddp_buffers()
 
 
 PATCH = Patch(

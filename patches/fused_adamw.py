@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from patches.registry import Patch, Replacement
+from patches.registry import Patch, Replacement, missing_names
 
 
 class FusedShapeAdamW(torch.optim.Optimizer):
@@ -88,20 +88,13 @@ def _replacements() -> list[Replacement]:
 
 
 def _probe() -> tuple[str, str]:
-    from megatron.core import optimizer
-    from megatron.core.optimizer import distrib_optimizer
+    from patches.probe import probe_optimizer_step
 
-    wanted = {optimizer: ("Adam", "USING_PYTORCH_OPTIMIZER"), distrib_optimizer: ("Adam", "HAVE_APEX_OR_TE")}
-    missing = [f"{module.__name__}.{name}" for module, names in wanted.items() for name in names]
-    missing = [name for name in missing if not hasattr(*_split(name, wanted))]
-    if missing:
-        return "CHANGED", f"megatron-core no longer has {', '.join(missing)}"
-    return "OK", "applies" if optimizer.USING_PYTORCH_OPTIMIZER else "not needed: Transformer Engine or Apex is there"
-
-
-def _split(dotted: str, modules: Any) -> tuple[Any, str]:
-    module, _, name = dotted.rpartition(".")
-    return next(m for m in modules if m.__name__ == module), name
+    replacements = _replacements()
+    if not replacements:
+        return "OK", "not needed: Transformer Engine or Apex is there"
+    missing = missing_names(replacements)
+    return ("CHANGED", f"there is no {', '.join(missing)}") if missing else probe_optimizer_step()
 
 
 PATCH = Patch(

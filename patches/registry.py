@@ -5,7 +5,7 @@ Each patch module defines one :class:`Patch` and its docstring states Target, Wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ class Patch:
         target: the dotted names it changes.
         why: one line for people.
         replacements: builds the (owner, attribute, new value) triples; imports the target, so call it late.
-        probe: returns (state, detail) without changing anything; state is OK, CHANGED or UPSTREAMED.
+        probe: returns (state, detail) without changing anything in this process; state is OK, CHANGED or UPSTREAMED.
     """
 
     name: str
@@ -36,10 +36,16 @@ class Patch:
         return bool(self._originals)
 
     def apply(self) -> None:
-        """Replace the attributes; does nothing if that was done already."""
+        """Replace the attributes; does nothing if that was done already. Raises RuntimeError if one does not exist."""
         if self.applied:
             return
-        for owner, attribute, value in self.replacements():
+        replacements = self.replacements()
+        missing = missing_names(replacements)
+        if missing:
+            raise RuntimeError(
+                f"the patch {self.name} replaces {', '.join(missing)}, which the installed version lacks"
+            )
+        for owner, attribute, value in replacements:
             self._originals.append((owner, attribute, vars(owner)[attribute] if attribute in vars(owner) else _ABSENT))
             setattr(owner, attribute, value)
 
@@ -53,4 +59,10 @@ class Patch:
                 setattr(owner, attribute, value)
 
 
-_ABSENT = object()
+_ABSENT = object()  # marks an attribute that the owner inherits: reverting deletes ours
+
+
+def missing_names(replacements: Iterable[Replacement]) -> list[str]:
+    """Dotted names among the targets that do not exist; setting them would silently patch nothing."""
+    targets = [(owner, attribute) for owner, attribute, _ in replacements if not hasattr(owner, attribute)]
+    return [f"{getattr(owner, '__name__', type(owner).__name__)}.{attribute}" for owner, attribute in targets]

@@ -37,7 +37,9 @@ class TensorBackuper:
             ValueError: ``single_tag`` is not None.
         """
         if single_tag is not None:
-            raise ValueError(f"single_tag={single_tag!r}: the weights backuper keeps every tag, single_tag must be None")
+            raise ValueError(
+                f"single_tag={single_tag!r}: the weights backuper keeps every tag, single_tag must be None"
+            )
         return cls(source_getter, pinned=pinned)
 
     @property

@@ -260,9 +260,10 @@ def to_config(composed: DictConfig) -> Config:
     if missing:
         examples = " ".join(f"{key}=..." for key in missing)
         raise ValueError(f"no value given for {', '.join(missing)}: add {examples} to the command")
-    typed = OmegaConf.merge(OmegaConf.structured(Config), composed)
-    assert isinstance(typed, DictConfig)
-    typed.task = OmegaConf.create(_typed_task(typed.task))
+    values = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(values, dict)
+    values["task"] = _typed_task(values["task"])
+    typed = OmegaConf.merge(OmegaConf.structured(Config), values)
     explicit = frozenset(_explicit_flags(composed))
     config = OmegaConf.to_object(typed)
     assert isinstance(config, Config)
@@ -270,10 +271,9 @@ def to_config(composed: DictConfig) -> Config:
     return config
 
 
-def _typed_task(task: DictConfig) -> dict[str, Any]:
+def _typed_task(task: dict[str, Any]) -> dict[str, Any]:
     """Merge ``task`` into the dataclass that its ``_target_`` names, so that its values have types too."""
-    values = OmegaConf.to_container(task, resolve=True)
-    assert isinstance(values, dict)
+    values = dict(task)
     target = values.pop("_target_", None)
     if not isinstance(target, str):
         raise ValueError("task has no _target_: name the task's class with task._target_=package.module.Class")

@@ -35,6 +35,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 # death made it raise is seen by elastic, which looks every 0.1 s, before it is.
 _SECONDS_BETWEEN_RAISE_AND_EXIT = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # for which elastic sets handlers
+_ELASTIC_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 
 class WorkerError(RuntimeError):
@@ -49,7 +50,7 @@ def launch(
     ``worker`` is importable by name; ``payload`` and rank 0's result can be pickled. Workers find ``RANK``,
     ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun sets them, and
     ``environment`` from their interpreter's start on. Rank 0's stdout is this process's own, so that it sees
-    whether that is a terminal; its stderr is logged and shown. Process groups left open are closed on success.
+    whether that is a terminal; its stderr is logged and shown. On success open process groups are closed.
 
     Raises WorkerError for the rank that failed first; KeyboardInterrupt on SIGINT, SystemExit(128 + n) on
     SIGTERM, SIGHUP or SIGQUIT, once all workers have ended. When this process is killed, the workers end too.
@@ -77,15 +78,14 @@ def launch(
                 logs_specs=_FlatLogs(str(log_dir)),
             )
             results = elastic_launch(config, _run_worker)(*arguments)
+        return pickle.loads(results[0])
     except ChildFailedError as error:
-        raise WorkerError(_describe(error, nproc=nproc, log_dir=log_dir)) from None
+        failure = WorkerError(_describe(error, nproc=nproc, log_dir=log_dir))
     except SignalException as error:  # an Exception: a sweep would count it as a failed job and go on
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise SystemExit(128 + error.sigval) from None
+        failure = KeyboardInterrupt() if error.sigval == signal.SIGINT else SystemExit(128 + error.sigval)
     finally:
         rich.get_console().show_cursor()  # a rank 0 that was killed inside a progress display left it hidden
-    return pickle.loads(results[0])
+    raise failure  # here, where it has no context that keeps elastic's semaphores alive
 
 
 class _FlatLogs(LogsSpecs):
@@ -114,9 +114,9 @@ def _traceback_path(log_dir: Path, rank: int) -> Path:
 
 
 def _run_worker(pickled: bytes, log_dir: Path) -> bytes:
-    """What elastic runs in every worker. Returns rank 0's result, pickled; None, pickled, of the other ranks."""
-    # Ctrl-C and the parent's death (torch asks the kernel to tell us) both arrive as SIGINT. The default action
-    # ends the worker even inside a collective, where Python's own handler would wait for the call to return.
+    """What elastic runs in every worker. Returns rank 0's result, and None of the others, pickled."""
+    # Ctrl-C and the parent's death (torch asks the kernel to tell us) both arrive as SIGINT. The default
+    # action ends a worker even inside a collective, where Python's handler would wait for the call to return.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     if parent is None or os.getppid() != parent.pid:
@@ -182,7 +182,7 @@ def _process_state_kept(environment: Mapping[str, str], *, elastic_log: Path) ->
     in_main_thread = threading.current_thread() is threading.main_thread()  # it sets them only there
     handlers = {number: signal.getsignal(number) for number in _SIGNALS if in_main_thread}
     bystanders = set(multiprocessing.active_children())
-    loggers = [logging.getLogger(f"torch.distributed.{name}") for name in ("elastic", "launcher")]
+    loggers = [logging.getLogger(name) for name in _ELASTIC_LOGGERS]
     propagate = [logger.propagate for logger in loggers]
     log_handler = logging.FileHandler(elastic_log, mode="w", delay=True)
 

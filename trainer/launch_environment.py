@@ -37,8 +37,8 @@ def worker_environment(*, platform: str, sleeps: bool, threads_per_worker: int) 
     if platform == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     else:
-        # Megatron overlaps communication by the order of kernel launches. Elastic asks in the launching process
-        # whether CUDA is available, and must not initialise it there.
+        # Megatron overlaps communication by the order of kernel launches. Elastic asks in the launching
+        # process whether CUDA is available, and must not initialise it there.
         environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     if uses_preload(platform, sleeps):
         environment["LD_PRELOAD"] = _preload()
@@ -60,8 +60,8 @@ def _refuse_expandable_segments() -> None:
 def _preload() -> str:
     """LD_PRELOAD: the saver's library, the CUDA runtime that came with torch, what the user had; test-loaded.
 
-    A CUDA runtime installed by pip is on no search path of the dynamic linker. Listed after the saver's library
-    it satisfies that library's dependency, and the saver's cudaMalloc still comes first.
+    A CUDA runtime installed by pip is on no search path of the dynamic linker. Listed after the saver's
+    library it satisfies that library's dependency, and the saver's cudaMalloc still comes first.
     """
     from torch_memory_saver.utils import get_binary_path_from_package
 

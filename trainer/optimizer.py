@@ -143,3 +143,8 @@ def step(optimizer: Any) -> tuple[bool, float]:
         return False, grad_norm
     updated, _, _ = optimizer.step()
     return bool(updated), grad_norm
+
+
+def learning_rate(optimizer: Any) -> float:
+    """The learning rate of the next step."""
+    return float(optimizer.param_groups[0]["lr"])

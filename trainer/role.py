@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,6 +98,7 @@ class Role:
                 self._timed(row, "asleep", self._saver.sleep)
                 if row.kind == "rest" and self._plan.sleeps:
                     self._active_tag = None
+                    self._observe_extra_tags()
 
     def wake_up(self, *, kinds: Collection[str] = TRAINING, tag: str | None = None) -> None:
         """Map the buffers of ``kinds`` again and restore what must be restored.
@@ -192,14 +193,23 @@ class Role:
             return 0
         return sum(tensor.nbytes for tensor in self.backuper.get(tag).values())
 
-    def extra_tags(self) -> Iterable[tuple[str, int]]:
-        """(tag, host bytes) of backups beside the one that restores the role's own parameters."""
-        if self.backuper is None:
-            return
+    def _observe_extra_tags(self) -> None:
+        """Record the host bytes of backups beside the one that restores the role's own parameters."""
         is_keeper = self._plan.row(self.name, self._backuper_kind).keeper == "backuper"
-        for tag in self.backuper.backup_tags:
+        for tag in self.backuper.backup_tags if self.backuper else ():
             if not (is_keeper and tag == self.name):
-                yield tag, self._tag_bytes(tag)
+                self._observe(
+                    {
+                        "role": self.name,
+                        "kind": f"weights/{tag}",
+                        "state": "asleep",
+                        "flag": None,
+                        "keeper": "backuper",
+                        "released_bytes": 0,
+                        "backup_bytes": self._tag_bytes(tag),
+                        "seconds": 0.0,
+                    }
+                )
 
     def backup(self) -> None:
         """``backup("actor")`` after a training phase; nothing to do for a role whose parameters are rebuilt or that has

@@ -6,10 +6,13 @@ changes it. :func:`check` runs them all. Nothing here imports torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class
+
+from trainer.tokenizer import check_vocab_size
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -47,7 +50,6 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "algo.lam": (0, 1),
     "algo.clip_low": (0, 1),
     "algo.clip_high": (0, None),
-    "algo.dual_clip": (1, None),
     "algo.value_clip": (0, None),
     "algo.log_ratio_clamp": (0, None),
     "algo.entropy_coef": (0, None),
@@ -55,7 +57,6 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "algo.heldout_prompts": (1, None),
     "algo.kl.coef": (0, None),
     "algo.kl.clamp": (0, None),
-    "algo.kl.target": (0, None),
     "algo.kl.horizon": (1, None),
     "rollout.temperature": (1e-3, None),
     "rollout.top_p": (1e-3, 1),
@@ -80,6 +81,7 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     check_choices(config)
     check_ranges(config)
     check_roles(config)
+    check_ppo(config)
     check_nccl_ub(config)
     check_restore_sources(config)
     check_explicit_flags(config, explicit_flags)
@@ -92,6 +94,7 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     check_batch_sizes(config)
     check_lengths(config)
     check_task(config)
+    check_tokenizer(config)
 
 
 def _lookup(config: Any, dotted: str) -> Any:
@@ -133,6 +136,19 @@ def check_roles(config: Config) -> None:
         raise ValueError(
             f"roles are {', '.join(config.roles) or 'empty'}: algo=ppo needs roles.actor and roles.critic "
             "(role@roles.actor=actor role@roles.critic=critic)"
+        )
+
+
+def check_ppo(config: Config) -> None:
+    algo, kl = config.algo, config.algo.kl
+    if algo.dual_clip is not None and algo.dual_clip <= 1:
+        raise ValueError(f"algo.dual_clip={algo.dual_clip}: must be greater than 1, or null for no dual clip")
+    if kl.target is not None and kl.target <= 0:
+        raise ValueError(f"algo.kl.target={kl.target}: must be greater than 0, or null for a fixed algo.kl.coef")
+    if kl.placement == "loss" and kl.estimator == "k1":
+        raise ValueError(
+            "algo.kl.estimator=k1 with algo.kl.placement=loss: the expected gradient of k1 is zero (arXiv:2506.09477), "
+            "so this loss would do nothing. Use algo.kl.estimator=k2 or k3, or algo.kl.placement=reward"
         )
 
 
@@ -244,9 +260,7 @@ def check_model_shapes(config: Config) -> None:
     for role, role_config in config.roles.items():
         model, name, tp = role_config.model, f"roles.{role}.model", config.parallel.tp
         if model.hidden_size % model.heads:
-            raise ValueError(
-                f"{name}.hidden_size={model.hidden_size} is no multiple of {name}.heads={model.heads}"
-            )
+            raise ValueError(f"{name}.hidden_size={model.hidden_size} is no multiple of {name}.heads={model.heads}")
         if (model.hidden_size // model.heads) % 2:
             raise ValueError(
                 f"{name}: hidden_size / heads = {model.hidden_size // model.heads} must be even (rotary positions "
@@ -308,3 +322,11 @@ def check_task(config: Config) -> None:
     get_class(settings.pop("_target_"))(**settings).validate()
 
 
+def check_tokenizer(config: Config) -> None:
+    if config.tokenizer.path is None:
+        check_vocab_size(config.tokenizer.vocab_size)
+    elif not os.path.isdir(config.tokenizer.path):
+        raise ValueError(
+            f"tokenizer.path={config.tokenizer.path} is no folder (relative paths start at the directory of the "
+            "command): give a Hugging Face tokenizer folder, or tokenizer.path=null to train one on the task"
+        )

@@ -54,10 +54,10 @@ def _train(corpus: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast
 
     check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
@@ -85,9 +85,7 @@ def _load(path: str) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # transformers raises anything on a folder that it cannot read
-        raise ValueError(
-            f"tokenizer.path={path} has no tokenizer that transformers can load: {error}"
-        ) from error
+        raise ValueError(f"tokenizer.path={path} has no tokenizer that transformers can load: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(
             f"tokenizer.path={path} has a {type(tokenizer).__name__}: a fast one (tokenizer.json) is needed"

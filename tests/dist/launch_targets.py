@@ -1,16 +1,17 @@
-"""Workers for test_launch.py (importable by name in the spawned processes), and a program that launches them."""
+"""Workers for test_launch.py, importable by name in the spawned processes; as a program, launches one."""
 
 import json
 import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from torch import distributed
 
-from trainer.launch import launch
+from trainer.launch import WorkerError, launch
 
 
 def _join_process_group() -> None:
@@ -18,7 +19,7 @@ def _join_process_group() -> None:
 
 
 def describe_start(payload: dict) -> dict:
-    """What this worker found: sum of (rank + 1), terminal, and whether PYTHONHASHSEED came before the interpreter."""
+    """What rank 0 found: the sum of all (rank + 1), a terminal or not, what its environment did."""
     _join_process_group()
     total = torch.tensor([float(os.environ["RANK"]) + 1])
     distributed.all_reduce(total)
@@ -53,12 +54,11 @@ def fail(payload: dict) -> dict:
 
 
 def wait_for_ever(payload: dict) -> dict:
-    """Leaves a file named by its process id, then never ends: rank 0 computes, the others wait in a collective."""
-    _join_process_group()
+    """Leave a file named by the process id, then never end: rank 0 in Python, the others in a C++ call."""
     (Path(payload["pids"]) / str(os.getpid())).touch()
     while os.environ["RANK"] == "0":
         time.sleep(0.1)
-    distributed.barrier()
+    distributed.HashStore().wait(["never"], timedelta(hours=1))
     return {}
 
 
@@ -67,11 +67,11 @@ if __name__ == "__main__":
     import launch_targets
 
     target = getattr(launch_targets, sys.argv[1])
-    result = launch(
-        target,
-        json.loads(sys.argv[2]),
-        nproc=2,
-        log_dir=Path(sys.argv[3]),
-        environment={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORPOR_TEST": "here"},
-    )
-    print("RESULT " + json.dumps(result))
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORPOR_TEST": "here"}
+    try:
+        result = launch(
+            target, json.loads(sys.argv[2]), nproc=2, log_dir=Path(sys.argv[3]), environment=environment
+        )
+        print("RESULT " + json.dumps(result))
+    except WorkerError as error:
+        sys.exit(str(error))

@@ -1,4 +1,4 @@
-"""How a launch ends: with rank 0's result, or with the right rank blamed, and never with a process left over."""
+"""A launch ends with rank 0's result or with the right rank blamed, and never with a process left over."""
 
 import json
 import logging
@@ -59,17 +59,14 @@ def test_rank_0_result_and_this_process_as_before(tmp_path, monkeypatch, capfd):
         launch_targets.describe_start, {"a": 1}, nproc=2, log_dir=tmp_path / "logs", environment=ENVIRONMENT
     )
 
-    assert (
-        result
-        == {
-            "total": 3.0,
-            "rank": 0,
-            "terminal": False,
-            "hash_randomization": 0,  # PYTHONHASHSEED=0 was there when the interpreter started, as LD_PRELOAD must be
-            "marker": "here",
-            "payload": {"a": 1},
-        }
-    )
+    assert result == {
+        "total": 3.0,
+        "rank": 0,
+        "terminal": False,
+        "hash_randomization": 0,  # PYTHONHASHSEED=0 came before the interpreter started, as LD_PRELOAD must
+        "marker": "here",
+        "payload": {"a": 1},
+    }
     assert process_state() == before
     tracker_environment = Path(f"/proc/{resource_tracker._resource_tracker._pid}/environ").read_text()
     assert "TORPOR_TEST" not in tracker_environment
@@ -80,7 +77,26 @@ def test_rank_0_result_and_this_process_as_before(tmp_path, monkeypatch, capfd):
     assert (tmp_path / "logs" / "rank_1.log").read_text() == "stdout of rank 1\nstderr of rank 1\n"
 
 
-def test_exception_is_blamed_once_and_the_next_job_runs(tmp_path, monkeypatch, capfd):
+def test_a_failure_is_the_only_thing_shown(tmp_path):
+    program = start_program(
+        "fail",
+        {"how": "raise", "rank": 1},
+        tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    stdout, stderr = program.communicate(timeout=60)
+    assert program.returncode == 1
+    assert stdout == ""
+    assert stderr == (
+        "rank 1 of 2 failed (exit code 1): LookupError: no such bear\n"
+        f"  traceback: {tmp_path}/rank_1.traceback\n  log: {tmp_path}/rank_1.log\n"
+    )
+    assert "signal SIGTERM" in (tmp_path / "elastic.log").read_text()
+
+
+def test_an_exception_is_blamed_and_the_next_job_runs(tmp_path, monkeypatch):
     """Under joblib's start method, which spawned children do not know."""
 
     class LokyContext(multiprocessing.context.SpawnContext):
@@ -102,19 +118,13 @@ def test_exception_is_blamed_once_and_the_next_job_runs(tmp_path, monkeypatch, c
             environment=ENVIRONMENT,
         )
 
-    assert str(caught.value) == (
-        "rank 1 of 2 failed (exit code 1): LookupError: no such bear\n"
-        f"  traceback: {tmp_path}/rank_1.traceback\n  log: {tmp_path}/rank_1.log"
-    )
+    assert str(caught.value).startswith("rank 1 of 2 failed (exit code 1): LookupError: no such bear\n")
     assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
-    assert caught.value.__cause__ is None
-    assert caught.value.__suppress_context__
+    assert caught.value.__context__ is None
     written = (tmp_path / "rank_1.traceback").read_text()
     assert "raise LookupError" in written
     assert "second line" in written
     assert process_state() == before
-    shown = capfd.readouterr()
-    assert shown.out + shown.err == ""
 
     result = launch(launch_targets.describe_start, {}, nproc=1, log_dir=tmp_path, environment=ENVIRONMENT)
     assert result["total"] == 1.0
@@ -159,7 +169,7 @@ def test_ending_the_parent_leaves_no_survivors(tmp_path, number, exit_code):
         time.sleep(0.05)
     workers = [psutil.Process(int(path.name)) for path in pids.iterdir()]
     assert len(workers) == 2
-    time.sleep(0.3)  # rank 1 is in its collective by now
+    time.sleep(0.3)  # rank 1 is in its C++ call by now
 
     program.send_signal(number)
     stderr = program.communicate(timeout=20)[1].decode()

@@ -10,10 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 import patches
 from patches.ddp_buffer_backup import buffer_owner
+from trainer.config import Config
 
 
 @dataclass(frozen=True)
@@ -130,3 +129,15 @@ class MemorySaver:
             released_bytes=self._pools.resident_bytes(tag),
             backup_bytes=self._pools.resident_bytes(tag, backup=True),
         )
+
+
+def make_saver(config: Config) -> Saver:
+    """The saver that ``offload`` asks for."""
+    if not config.offload.train:
+        return NullSaver()
+    return MemorySaver(
+        platform=config.platform.name,
+        poison=config.memory.poison,
+        retain_cpu_backup=config.memory.retain_cpu_backup,
+        cpu_backup_backend=config.memory.cpu_backup_backend,
+    )

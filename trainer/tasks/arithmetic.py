@@ -79,11 +79,11 @@ class ArithmeticTask(Task):
     seed: int
 
     @cached_property
-    def train(self) -> tuple[Example, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def train(self) -> tuple[Example, ...]:
         return self._shuffled(self._split[0], purpose="train")
 
     @cached_property
-    def heldout(self) -> tuple[Example, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def heldout(self) -> tuple[Example, ...]:
         return self._shuffled(self._split[1], purpose="heldout")
 
     def score(self, response: str, example: Example) -> float:

@@ -42,11 +42,11 @@ class JsonlTask(Task):
     seed: int
 
     @cached_property
-    def train(self) -> tuple[Example, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def train(self) -> tuple[Example, ...]:
         return self._split[0]
 
     @cached_property
-    def heldout(self) -> tuple[Example, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def heldout(self) -> tuple[Example, ...]:
         return self._split[1]
 
     def score(self, response: str, example: Example) -> float:

@@ -1,10 +1,9 @@
 """Any dataset of reasoning-gym (https://github.com/open-thought/reasoning-gym), generated as it is asked for.
 
 Its scorers need care. Some raise on junk: that is 0 here. The default one pays a part for merely containing
-the answer: scores under ``threshold`` are 0. Some read it out of longer text: ``verifier=exact`` does not. A few
-pay junk in full: ``validate`` tries some junk and refuses
-such a dataset. Five give no answer that a model could warm up on (boxnet, graph_color, propositional_logic,
-rubiks_cube, rush_hour) and are refused too.
+the answer: scores under ``threshold`` are 0. Some read the answer out of longer text: ``verifier=exact`` does
+not. A few pay junk in full: ``validate`` tries some junk and refuses such a dataset. Five give no answer that
+a model could warm up on (boxnet, graph_color, propositional_logic, rubiks_cube, rush_hour): refused too.
 
 Simplification: no time limit on a scorer.
 """
@@ -75,12 +74,12 @@ class ReasoningGymTask(Task):
     seed: int
 
     @cached_property
-    def train(self) -> Sequence[Example]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def train(self) -> Sequence[Example]:
         excluded = frozenset(example.question for example in self.heldout)
         return _Without(self._datasets["train"], excluded=excluded)
 
     @cached_property
-    def heldout(self) -> tuple[Example, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def heldout(self) -> tuple[Example, ...]:
         examples: dict[str, Example] = {}
         drawn = self._datasets["heldout"]
         for index in range(len(drawn)):
@@ -160,8 +159,8 @@ class ReasoningGymTask(Task):
                 )
             except (TypeError, AssertionError, ValueError) as error:
                 raise ValueError(
-                    f"{self.dataset} refuses task.arguments={self.arguments} with task.train_size={self.train_size}, "
-                    f"task.heldout_size={self.heldout_size}: {error}"
+                    f"{self.dataset} refuses task.arguments={self.arguments} with "
+                    f"task.train_size={self.train_size}, task.heldout_size={self.heldout_size}: {error}"
                 ) from error
         return datasets
 

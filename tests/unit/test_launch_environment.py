@@ -1,0 +1,104 @@
+"""What workers find in their environment, and what is refused before any worker starts."""
+
+import ctypes.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer import launch_environment
+from trainer.launch_environment import uses_preload, worker_environment
+
+THREADS = {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "3"}
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_cpu_workers_see_no_gpu_and_preload_nothing(sleeps):
+    before = dict(os.environ)
+    environment = worker_environment(platform="cpu", sleeps=sleeps, threads_per_worker=3)
+    assert environment == THREADS | {"CUDA_VISIBLE_DEVICES": ""}
+    assert dict(os.environ) == before
+
+
+def test_cuda_without_sleep_preloads_nothing():
+    assert worker_environment(platform="cuda", sleeps=False, threads_per_worker=3) == THREADS | {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    "value", ["expandable_segments:True", "max_split_size_mb:64, expandable_segments: True"]
+)
+def test_expandable_segments_are_refused_when_roles_sleep(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=rf"{name}=.*offload=none"):
+        worker_environment(platform="cpu", sleeps=True, threads_per_worker=1)
+    assert "LD_PRELOAD" not in worker_environment(platform="cuda", sleeps=False, threads_per_worker=1)
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert worker_environment(platform="cpu", sleeps=True, threads_per_worker=3)["OMP_NUM_THREADS"] == "3"
+
+
+def test_code_calls_the_saver_exactly_when_it_is_preloaded(monkeypatch):
+    monkeypatch.setattr(launch_environment, "_preload", lambda: "the saver")
+    for platform in ("cpu", "cuda"):
+        for sleeps in (False, True):
+            environment = worker_environment(platform=platform, sleeps=sleeps, threads_per_worker=1)
+            assert (
+                ("LD_PRELOAD" in environment)
+                == uses_preload(platform, sleeps)
+                == (platform == "cuda" and sleeps)
+            )
+
+
+@pytest.mark.parametrize("cuda_version", ["12.8", "13.0"])
+def test_library_of_torchs_cuda_comes_first_then_its_runtime_then_the_users(
+    monkeypatch, tmp_path, cuda_version
+):
+    major = cuda_version[:2]
+    site_packages = tmp_path / "site-packages"
+    runtime = site_packages / "nvidia" / "cuda_runtime" / "lib" / f"libcudart.so.{major}"
+    runtime.parent.mkdir(parents=True)
+    runtime.touch()
+    checked = []
+    monkeypatch.setattr(torch.version, "cuda", cuda_version)
+    monkeypatch.setattr(torch, "__path__", [str(site_packages / "torch")])
+    monkeypatch.setattr(launch_environment, "_check_loads", checked.append)
+    monkeypatch.setenv("LD_PRELOAD", "/opt/a.so /opt/old/torch_memory_saver.so:/opt/b.so")
+
+    preload = worker_environment(platform="cuda", sleeps=True, threads_per_worker=1)["LD_PRELOAD"]
+
+    saver, *rest = preload.split(":")
+    assert Path(saver).name == f"torch_memory_saver_hook_mode_preload_cu{major}.abi3.so"
+    assert rest == [str(runtime), "/opt/a.so", "/opt/b.so"]
+    assert checked == [preload]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the library loads where CUDA is installed")
+@pytest.mark.parametrize(
+    ("cuda_version", "message"),
+    [
+        ("12.8", r"preload_cu12.*exit code 127.*lib(cuda|cudart)\.so.*offload=none"),
+        ("11.8", r"cu11.*offload=none"),
+    ],
+)
+def test_a_library_that_cannot_load_is_refused(monkeypatch, cuda_version, message):
+    monkeypatch.setattr(torch.version, "cuda", cuda_version)
+    with pytest.raises(ValueError, match=message):
+        worker_environment(platform="cuda", sleeps=True, threads_per_worker=1)
+
+
+def test_the_test_load_tells_a_loaded_library_from_an_ignored_one():
+    name = ctypes.util.find_library("rt") or ctypes.util.find_library("util")
+    assert name is not None
+    launch_environment._check_loads(name)
+    with pytest.raises(ValueError, match="cannot be preloaded"):
+        launch_environment._check_loads("/nowhere/torch_memory_saver.so")

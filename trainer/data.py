@@ -1,0 +1,82 @@
+"""Which questions go into which step on which rank, and their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config import Config
+from trainer.distributed import data_parallel_rank, data_parallel_size, max_over_ranks, seed_for
+from trainer.tasks.base import Example, Task
+
+_LENGTH_MULTIPLE = 8
+
+
+class Prompts:
+    """Draws examples of ``task``. Global draws depend on (seed, purpose, step) alone; each data-parallel rank takes
+    its contiguous share, so the questions of a step do not depend on the number of ranks."""
+
+    def __init__(self, config: Config, *, task: Task, tokenizer: Any) -> None:
+        self._config, self._task, self._tokenizer = config, task, tokenizer
+
+    def for_step(self, step: int) -> list[Example]:
+        """This rank's examples of a PPO step, each repeated ``algo.responses_per_prompt`` times."""
+        settings = self._config.algo
+        drawn = self._draw("prompts", step, settings.prompts_per_step)
+        return [example for example in drawn for _ in range(settings.responses_per_prompt)]
+
+    def heldout(self, count: int) -> list[Example]:
+        """This rank's share of the first ``count`` held-out examples (or of all, if there are fewer)."""
+        examples = self._task.heldout
+        total = min(count, len(examples))
+        return [examples[i] for i in range(data_parallel_rank(), total, data_parallel_size())]
+
+    def encode(self, examples: Sequence[Example]) -> list[list[int]]:
+        """Token ids of the questions."""
+        return [self._tokenizer.encode(example.question, add_special_tokens=False) for example in examples]
+
+    def scores(self, responses: Sequence[str], examples: Sequence[Example]) -> list[float]:
+        """The task's verdict on each response."""
+        return [self._task.score(text, example) for text, example in zip(responses, examples, strict=True)]
+
+    def supervised_batch(self, step: int) -> dict[str, Tensor]:
+        """Question and answer of warm-up step ``step``: tokens [n, s], response_mask [n, s-1] (answer and EOS)."""
+        examples = self._draw("warm_up", step, self._config.algo.warmup_batch_size)
+        questions = self.encode(examples)
+        answers = [
+            [*self._tokenizer.encode(example.answer, add_special_tokens=False), self._tokenizer.eos_token_id]
+            for example in examples
+        ]
+        longest = max_over_ranks(max(len(q) + len(a) for q, a in zip(questions, answers, strict=True)))
+        length = -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+        tokens = torch.full((len(examples), length), self._tokenizer.pad_token_id)
+        mask = torch.zeros(len(examples), length, dtype=torch.bool)
+        for row, (question, answer) in enumerate(zip(questions, answers, strict=True)):
+            end = len(question) + len(answer)
+            tokens[row, :end] = torch.tensor(question + answer)
+            mask[row, len(question) : end] = True
+        device = torch.cuda.current_device()
+        return {"tokens": tokens.to(device), "response_mask": mask[:, 1:].to(device)}
+
+    def minibatch_rows(self, sequences: int, *, step: int, epoch: int) -> Iterator[Tensor]:
+        """Row numbers of each minibatch of one epoch over this rank's sequences.
+
+        The first epoch keeps the order of the rollout, so that its micro-batches are those which the log-probs were
+        computed in and the first ratio is exactly one; later epochs are shuffled.
+        """
+        order = torch.arange(sequences)
+        if epoch > 0:
+            seed = seed_for(self._config.seed, f"shuffle/{epoch}", step=step, rank=data_parallel_rank())
+            order = torch.randperm(sequences, generator=torch.Generator().manual_seed(seed))
+        yield from order.chunk(self._config.algo.minibatches)
+
+    def _draw(self, purpose: str, step: int, count: int) -> list[Example]:
+        examples = self._task.train
+        generator = torch.Generator().manual_seed(seed_for(self._config.seed, purpose, step=step))
+        indices = torch.randint(len(examples), (count,), generator=generator)
+        share = count // data_parallel_size()
+        start = data_parallel_rank() * share
+        return [examples[i] for i in indices[start : start + share].tolist()]

@@ -1,0 +1,77 @@
+"""One-line hints for keys that Hydra or omegaconf refused: what replaced them, or the nearest key there is."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Iterator
+
+from trainer.config import Config, RoleConfig
+
+_BACKUPER = (
+    "there is no switch for the weights backuper any more: which copies exist follows from the memory policy. "
+    "memory=rebuild keeps no host copy of the actor's parameters, memory=lean only the backuper's"
+)
+REMOVED_KEYS = {
+    "disable_weights_backuper": _BACKUPER,
+    "enable_weights_backuper": _BACKUPER,
+    "offload_train": "use offload=train or offload=none",
+}
+
+
+def hint_for(error: BaseException) -> str | None:
+    """A hint for the refused key that caused ``error``, or None if there is none to give."""
+    for cause in _chain(error):
+        key = getattr(cause, "full_key", None) or _key_in(str(cause))
+        if key:
+            return _hint_for_key(key)
+    return None
+
+
+def hint_for_flags(arguments: list[str]) -> str | None:
+    """A hint for a removed flag that was written in the style of argparse (``--disable-weights-backuper``)."""
+    for argument in arguments:
+        name = argument.lstrip("-+~").partition("=")[0].replace("-", "_").rpartition(".")[2]
+        if name in REMOVED_KEYS:
+            return REMOVED_KEYS[name]
+    return None
+
+
+def _hint_for_key(key: str) -> str | None:
+    last = key.rpartition(".")[2]
+    if last in REMOVED_KEYS:
+        return REMOVED_KEYS[last]
+    known = list(known_keys())
+    matches = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
+    matches += [name for name in known if name.rpartition(".")[2] == last and name not in matches][:3]
+    return f"did you mean {' or '.join(matches[:3])}?" if matches else None
+
+
+def known_keys() -> Iterator[str]:
+    """Every dotted key of the schema, those of both roles included."""
+    yield from _fields(Config, "")
+    for role in ("actor", "critic"):
+        yield from _fields(RoleConfig, f"roles.{role}.")
+
+
+def _fields(section: type, prefix: str) -> Iterator[str]:
+    types = typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        yield f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(types[field.name]):
+            yield from _fields(types[field.name], f"{prefix}{field.name}.")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _key_in(message: str) -> str | None:
+    found = re.search(r"(?:full_key: |Key ')([\w.]+)", message)
+    return found.group(1) if found else None

@@ -1,0 +1,257 @@
+"""The training loop, top to bottom: a supervised warm-up of the actor, then PPO steps.
+
+    rollout -> score -> values -> advantages -> train critic -> train actor (which is backed up) -> report
+
+Whoever is not at work sleeps; a forward-only phase wakes parameters alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer import metrics, optimizer, step
+from trainer.algo.advantages import gae, token_rewards
+from trainer.algo.kl import kl_estimate, next_kl_coef
+from trainer.algo.masked import whiten
+from trainer.config import Config
+from trainer.data import Prompts
+from trainer.distributed import data_parallel_group, data_parallel_rank, seed_for, sum_over_ranks
+from trainer.models.build import named_tensors
+from trainer.models.hf_bridge import to_hf
+from trainer.phases import Phases
+from trainer.report import Progress, RunRecords
+from trainer.role import FORWARD, Role
+from trainer.rollout.hf import HfEngine, Responses
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the loop works with; built by the worker, all of it on every rank."""
+
+    config: Config
+    prompts: Prompts
+    actor: Role
+    critic: Role
+    engine: HfEngine
+    phases: Phases
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where results go; on ranks other than 0 all of it is silent."""
+
+    records: RunRecords | None
+    progress: Progress | None
+    log: Any
+
+
+def train(run: Run, outputs: Outputs) -> dict[str, Any]:
+    """Run the whole job and return the last metrics record."""
+    settings, phases = run.config.algo, run.phases
+    run.actor.sleep()
+    run.critic.sleep()
+    warm_up(run, outputs)
+    schedules = _schedules(run)
+    record: dict[str, Any] = {
+        "step": 0,
+        "heldout_accuracy": evaluate(run, at_step=0),
+        "parameters/actor": run.actor.parameter_count(),
+        "parameters/critic": run.critic.parameter_count(),
+        **phases.end_step(),
+    }
+    _report(outputs, record)
+    kl_coef = settings.kl.coef
+    for step_number in range(1, settings.num_steps + 1):
+        record = {"step": step_number, **ppo_step(run, step_number, schedules=schedules, kl_coef=kl_coef)}
+        kl_coef = _next_kl_coef(run.config, kl_coef, record["kl"])
+        if step_number == settings.num_steps:
+            record["heldout_accuracy"] = evaluate(run, at_step=step_number)
+            record |= _weights_sha256(run, step_number)
+        record |= phases.end_step()
+        _report(outputs, record)
+    return record
+
+
+def warm_up(run: Run, outputs: Outputs) -> None:
+    """Supervised steps of the actor on the task's own question/answer pairs; then the weights are the reference."""
+    settings, actor = run.config.algo, run.actor
+    loss = step.supervised_loss(vocab_size=run.vocab_size)
+    with run.phases.phase("warm_up", step=0), actor.awake():
+        for number in range(1, settings.warmup_steps + 1):
+            optimizer.set_learning_rate(actor.optimizer, settings.warmup_lr)
+            batch = run.prompts.supervised_batch(number)
+            sums = step.train_minibatch(actor, batch, loss, micro_batch_size=settings.micro_batch_size)
+            if outputs.progress:
+                mean = sums["loss_sum"] / sums["loss_count"]
+                outputs.progress.warm_up(number, total=settings.warmup_steps, loss=mean)
+        actor.copy_to_tag("ref")
+
+
+def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: float) -> dict[str, float]:
+    """One PPO step: from prompts to trained critic and actor."""
+    config, settings, phases = run.config, run.config.algo, run.phases
+    actor, critic = run.actor, run.critic
+    scoring = {
+        "temperature": config.rollout.temperature,
+        "vocab_size": run.vocab_size,
+        "micro_batch_size": settings.micro_batch_size,
+    }
+
+    with phases.phase("sync", step=number):
+        _sync_engine(run)
+    with phases.phase("rollout", step=number):
+        examples = run.prompts.for_step(number)
+        responses = run.engine.generate(
+            run.prompts.encode(examples),
+            seed=seed_for(config.seed, "rollout", step=number, rank=data_parallel_rank()),
+        )
+        run.engine.sleep()
+        batch = _batch_of(responses, run.prompts.scores(responses.texts, examples))
+    with phases.phase("ref_log_probs", step=number), actor.awake(kinds=FORWARD, tag="ref"):
+        batch["ref_log_probs"], _ = step.log_probs(actor, batch, **scoring)
+    with phases.phase("log_probs", step=number), actor.awake(kinds=FORWARD):
+        batch["old_log_probs"], entropy = step.log_probs(actor, batch, **scoring)
+    with phases.phase("values", step=number), critic.awake(kinds=FORWARD):
+        values = step.values(critic, batch, micro_batch_size=settings.micro_batch_size)
+    with phases.phase("advantages", step=number):
+        kl = _add_advantages(config, batch, values, kl_coef=kl_coef)
+    with phases.phase("train_critic", step=number), critic.awake():
+        critic_sums = _train(run, critic, batch, step.value_loss(settings), number, schedules["critic"])
+    actor_sums = None
+    if number > settings.critic_warmup_steps:
+        with phases.phase("train_actor", step=number), actor.awake():
+            loss = step.policy_loss(
+                settings, temperature=config.rollout.temperature, vocab_size=run.vocab_size, kl_coef=kl_coef
+            )
+            actor_sums = _train(run, actor, batch, loss, number, schedules["actor"])
+            actor.backup()
+    with phases.phase("report", step=number):
+        return {
+            **metrics.of_rollout(batch, responses, kl=kl, entropy=entropy),
+            **metrics.of_critic(critic_sums),
+            **metrics.of_actor(actor_sums),
+            "kl_coef": kl_coef,
+            "actor/lr": optimizer.learning_rate(actor.optimizer),
+            "critic/lr": optimizer.learning_rate(critic.optimizer),
+        }
+
+
+def evaluate(run: Run, *, at_step: int) -> float:
+    """Mean score of greedy responses to the held-out questions."""
+    with run.phases.phase("evaluate", step=at_step):
+        _sync_engine(run)
+        examples = run.prompts.heldout(run.config.algo.heldout_prompts)
+        scores: Sequence[float] = ()
+        if examples:
+            responses = run.engine.generate(run.prompts.encode(examples), seed=0, greedy=True)
+            scores = run.prompts.scores(responses.texts, examples)
+        run.engine.sleep()
+        sums = sum_over_ranks({"score": sum(scores), "count": len(scores)})
+    return sums["score"] / sums["count"]
+
+
+def _sync_engine(run: Run) -> None:
+    """Wake the engine with the actor's weights; the actor sleeps again afterwards."""
+    with run.actor.awake(kinds=FORWARD):
+        run.engine.wake_up(to_hf(named_tensors(run.actor.chunks), model=run.actor.config.model))
+
+
+def _batch_of(responses: Responses, scores: Sequence[float]) -> dict[str, Tensor]:
+    device = torch.cuda.current_device()
+    tensors = {
+        "tokens": responses.tokens,
+        "response_mask": responses.response_mask[:, 1:],
+        "engine_log_probs": responses.log_probs[:, 1:],
+        "truncated": responses.truncated,
+        "scores": torch.tensor(scores, dtype=torch.float32),
+    }
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def _add_advantages(config: Config, batch: dict[str, Tensor], values: Tensor, *, kl_coef: float) -> Tensor:
+    """Put values, advantages and returns into the batch; returns the KL estimate per token [n, s-1]."""
+    settings, mask = config.algo, batch["response_mask"]
+    kl = kl_estimate(
+        batch["old_log_probs"],
+        ref_log_probs=batch["ref_log_probs"],
+        response_mask=mask,
+        estimator=settings.kl.estimator,
+        clamp=settings.kl.clamp,
+    )
+    rewards = token_rewards(
+        batch["scores"],
+        kl=kl,
+        response_mask=mask,
+        kl_coef=kl_coef if settings.kl.placement == "reward" else 0.0,
+    )
+    batch["values"] = values[:, :-1]
+    # The column of the last response token, where the critic has read the whole response.
+    last = mask.shape[1] - mask.flip(1).int().argmax(dim=1, keepdim=True)
+    bootstrap = batch["truncated"] & settings.bootstrap_truncated
+    terminal_values = torch.where(bootstrap, values.gather(1, last).squeeze(1), 0.0)
+    batch["advantages"], batch["returns"] = gae(
+        rewards,
+        values=batch["values"],
+        response_mask=mask,
+        terminal_values=terminal_values,
+        gamma=settings.gamma,
+        lam=settings.lam,
+    )
+    if settings.whiten_advantages:
+        batch["advantages"] = whiten(batch["advantages"], mask=mask, group=data_parallel_group())
+    return kl
+
+
+def _train(
+    run: Run, role: Role, batch: Mapping[str, Tensor], loss: step.Loss, number: int, schedule: Any
+) -> list[dict[str, float]]:
+    """All optimizer steps of one PPO step; the reported sums of each, first to last."""
+    settings = run.config.algo
+    results = []
+    for epoch in range(settings.epochs):
+        for rows in run.prompts.minibatch_rows(len(batch["tokens"]), step=number, epoch=epoch):
+            minibatch = step.select(batch, rows.to(batch["tokens"].device))
+            results.append(step.train_minibatch(role, minibatch, loss, micro_batch_size=settings.micro_batch_size))
+            schedule.step(1)
+    return results
+
+
+def _schedules(run: Run) -> dict[str, Any]:
+    settings = run.config.algo
+    per_step = settings.epochs * settings.minibatches
+    steps = {"actor": settings.num_steps - settings.critic_warmup_steps, "critic": settings.num_steps}
+    roles = {"actor": run.actor, "critic": run.critic}
+    return {
+        name: optimizer.build_scheduler(role.optimizer, role.config, total_steps=per_step * steps[name])
+        for name, role in roles.items()
+    }
+
+
+def _next_kl_coef(config: Config, kl_coef: float, observed: float) -> float:
+    kl = config.algo.kl
+    if kl.target is None:
+        return kl_coef
+    batch_size = config.algo.prompts_per_step * config.algo.responses_per_prompt
+    return next_kl_coef(kl_coef, observed=observed, target=kl.target, horizon=kl.horizon, batch_size=batch_size)
+
+
+def _weights_sha256(run: Run, number: int) -> dict[str, str]:
+    digests = {}
+    for role in (run.actor, run.critic):
+        with run.phases.phase("report", step=number), role.awake():
+            digests[f"weights_sha256/{role.name}"] = role.weights_sha256()
+    return digests
+
+
+def _report(outputs: Outputs, record: Mapping[str, Any]) -> None:
+    if outputs.records:
+        outputs.records.metrics(dict(record))
+        outputs.log.log(dict(record))
+    if outputs.progress and record["step"] > 0:
+        outputs.progress.step(dict(record))

@@ -1,0 +1,156 @@
+"""Names, layouts and config of the same model in megatron-core and in transformers, both ways.
+
+A GPT of :func:`trainer.models.build.build_gpt` is a Llama (arXiv:2302.13971), with ``model.qkv_bias`` a Qwen2
+(arXiv:2407.10671), with ``model.qk_norm`` a Qwen3 (arXiv:2505.09388). Megatron fuses three projections into
+``linear_qkv``, grouped by key-value head, and two into ``linear_fc1``; transformers keeps each apart.
+
+Simplified: one chunk that holds every layer whole (tp=1, pp=1), language models only. A critic's value head has
+Megatron's name of the vocabulary projection: leave it out, it has no counterpart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from trainer.config import ModelConfig
+from trainer.models.build import DTYPES
+
+_CHUNK = "chunk0."
+_ROTARY_TABLE = "rotary_pos_emb.inv_freq"  # recomputed from rope_theta on either side
+
+
+def hf_config(
+    model: ModelConfig,
+    *,
+    vocab_size: int,
+    bos_token_id: int | None,
+    eos_token_id: int | None,
+    pad_token_id: int | None,
+) -> PreTrainedConfig:
+    """The transformers config of ``model``: LlamaConfig, Qwen2Config or Qwen3Config.
+
+    Raises:
+        ValueError: ``model`` has both a QKV bias and QK norms, as no family does.
+    """
+    if model.qkv_bias and model.qk_norm:
+        raise ValueError(
+            "model.qkv_bias=true together with model.qk_norm=true is no Hugging Face family: "
+            "set model.qkv_bias=false (Qwen3) or model.qk_norm=false (Qwen2)"
+        )
+    family = Qwen2Config if model.qkv_bias else Qwen3Config if model.qk_norm else LlamaConfig
+    return family(
+        vocab_size=vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.ffn_size,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        head_dim=model.hidden_size // model.heads,
+        max_position_embeddings=model.max_length,
+        initializer_range=model.init_std,
+        rms_norm_eps=model.norm_eps,
+        tie_word_embeddings=model.tie_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
+        bos_token_id=bos_token_id,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        dtype=DTYPES[model.dtype],
+    )
+
+
+def to_hf(named: Iterable[tuple[str, Tensor]], *, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) pairs of :func:`trainer.models.build.named_tensors` -> those of the transformers state dict.
+
+    One tensor at a time; split tensors are new, all others the very ones given. Tied output weights come once, as
+    the embedding.
+
+    Raises:
+        ValueError: a name that ``model`` does not have.
+    """
+    counterparts = _counterparts(model)
+    for name, tensor in named:
+        if name.endswith(_ROTARY_TABLE):
+            continue
+        if name not in counterparts:
+            raise ValueError(f"{name} has no counterpart in the Hugging Face model of this architecture")
+        hf_names = counterparts[name]
+        yield from zip(hf_names, _split(tensor, parts=len(hf_names), model=model), strict=True)
+
+
+def from_hf(hf_state: Mapping[str, Tensor], *, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """A transformers state dict -> Megatron's (name, tensor) pairs: the inverse of :func:`to_hf`.
+
+    Raises:
+        ValueError: the state dict lacks tensors that ``model`` has, or has others (a bias without
+            ``model.qkv_bias``, say); names them.
+    """
+    counterparts = _counterparts(model)
+    wanted = {hf_name for hf_names in counterparts.values() for hf_name in hf_names}
+    given = {name for name in hf_state if not name.endswith("rotary_emb.inv_freq")}
+    if model.tie_embeddings:
+        given.discard("lm_head.weight")
+    check_names(given, wanted=wanted)
+    for name, hf_names in counterparts.items():
+        yield name, _join([hf_state[hf_name] for hf_name in hf_names], model=model)
+
+
+def check_names(given: Iterable[str], *, wanted: Iterable[str]) -> None:
+    """Raise ValueError, naming the tensors, unless the two sets of names are equal."""
+    given, wanted = set(given), set(wanted)
+    for problem, names in (("lack", wanted - given), ("have, unlike the model,", given - wanted)):
+        if names:
+            raise ValueError(
+                f"the weights {problem} {', '.join(sorted(names))}: architecture (model.layers, model.qkv_bias, "
+                "model.qk_norm, model.tie_embeddings) and weights must agree"
+            )
+
+
+def _counterparts(model: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Megatron's name of every parameter -> its name or, of a fused one, its parts' names in transformers."""
+    qkv = [f"self_attn.{kind}_proj" for kind in "qkv"]
+    layer = {
+        "input_layernorm.weight": ["input_layernorm.weight"],
+        "self_attention.linear_qkv.weight": [f"{name}.weight" for name in qkv],
+        "self_attention.linear_proj.weight": ["self_attn.o_proj.weight"],
+        "pre_mlp_layernorm.weight": ["post_attention_layernorm.weight"],
+        "mlp.linear_fc1.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+        "mlp.linear_fc2.weight": ["mlp.down_proj.weight"],
+    }
+    if model.qkv_bias:
+        layer["self_attention.linear_qkv.bias"] = [f"{name}.bias" for name in qkv]
+    if model.qk_norm:
+        layer["self_attention.q_layernorm.weight"] = ["self_attn.q_norm.weight"]
+        layer["self_attention.k_layernorm.weight"] = ["self_attn.k_norm.weight"]
+    names = {"embedding.word_embeddings.weight": ("model.embed_tokens.weight",)}
+    for index in range(model.layers):
+        for name, hf_names in layer.items():
+            names[f"decoder.layers.{index}.{name}"] = tuple(
+                f"model.layers.{index}.{part}" for part in hf_names
+            )
+    names["decoder.final_layernorm.weight"] = ("model.norm.weight",)
+    if not model.tie_embeddings:
+        names["output_layer.weight"] = ("lm_head.weight",)
+    return {_CHUNK + name: hf_names for name, hf_names in names.items()}
+
+
+def _split(fused: Tensor, *, parts: int, model: ModelConfig) -> Iterable[Tensor]:
+    """Three parts are query, key, value: fused [kv_heads * (q_per_kv + 2) * head_dim, ...], that is per key-value
+    head its queries, its key, its value. Two parts are gate and up: fused [2 * ffn_size, ...]."""
+    if parts != 3:
+        return fused.chunk(parts)
+    q_per_kv, head_dim = model.heads // model.kv_heads, model.hidden_size // model.heads
+    groups = fused.view(model.kv_heads, q_per_kv + 2, head_dim, *fused.shape[1:])
+    return (part.reshape(-1, *fused.shape[1:]) for part in groups.split([q_per_kv, 1, 1], dim=1))
+
+
+def _join(parts: list[Tensor], *, model: ModelConfig) -> Tensor:
+    """The inverse of :func:`_split`."""
+    if len(parts) != 3:
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    rest, head_dim = parts[0].shape[1:], model.hidden_size // model.heads
+    groups = [part.reshape(model.kv_heads, -1, head_dim, *rest) for part in parts]
+    return torch.cat(groups, dim=1).reshape(-1, *rest)

@@ -1,0 +1,55 @@
+"""What a worker does once before anything else: patches, device, threads, process groups."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+import patches
+from trainer.config import Config
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+def set_up(config: Config) -> list[str]:
+    """Make this process a worker of its platform. Call it before megatron is imported anywhere else.
+
+    Returns:
+        One line per applied patch, for the log.
+    """
+    torch.set_num_threads(config.launch.threads_per_worker)
+    names = ["ddp_buffer_backup", "fused_adamw"]
+    if config.platform.name == "cpu":
+        names = ["cpu_platform", *names, "cpu_saver"]
+        # torch's flash kernel for CPUs takes 40 times longer than the plain one in bf16 backward passes.
+        torch.backends.cuda.enable_flash_sdp(False)
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.use_deterministic_algorithms(config.platform.deterministic)
+    return patches.apply(*names)
+
+
+def set_up_process_groups(config: Config) -> None:
+    """Default group and Megatron's groups; ranks and addresses come from the environment that the launcher set."""
+    from megatron.core import parallel_state
+
+    backend = "gloo" if config.platform.name == "cpu" else "nccl"
+    device_id: Any = None
+    if backend == "nccl":
+        device_id = torch.device("cuda", torch.cuda.current_device())
+    torch.distributed.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.parallel.tp,
+        pipeline_model_parallel_size=config.parallel.pp,
+        create_gloo_process_groups=False,
+    )
+
+
+def describe(config: Config) -> str:
+    """One line that says what this run computes on."""
+    if config.platform.name == "cpu":
+        return "cpu (stand-in for CUDA)"
+    return f"cuda ({torch.cuda.get_device_name()})"

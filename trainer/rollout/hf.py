@@ -1,0 +1,240 @@
+"""Rollouts with a transformers model in the training process: batched decoding with a KV cache.
+
+The weights live in one saver region without a backup. Every wake-up brings new ones, so a sleep may lose them; what
+no weight sync brings (rotary tables) is kept on the host.
+
+Simplified: static batches, so a row that has ended is computed until the last one ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
+from transformers.initialization import no_init_weights
+
+from trainer.config import ModelConfig, RolloutConfig
+from trainer.memory.saver import RegionBytes, Saver
+from trainer.models.hf_bridge import check_names, hf_config
+from trainer.rollout.base import Responses
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_TAG = "engine/weights"
+_LENGTH_MULTIPLE = 8
+
+
+class HfEngine:
+    """A :class:`trainer.rollout.base.RolloutEngine`. The vocabulary has ``len(tokenizer)`` entries.
+
+    A new engine occupies its memory but holds no weights: put it to sleep, or :meth:`wake_up` to load some.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        *,
+        tokenizer: PreTrainedTokenizerFast,
+        saver: Saver,
+        observer: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._rollout, self._tokenizer = rollout, tokenizer
+        self._saver, self._observe = saver, observer
+        config = hf_config(
+            model,
+            vocab_size=len(tokenizer),
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        with no_init_weights():
+            self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        self.model.tie_weights()  # left out along with the initialisation
+        self.model.eval().requires_grad_(False)
+        self._host_copies = [
+            (tensor, tensor.detach().clone())
+            for tensor in _tensors(self.model)
+            if not isinstance(tensor, nn.Parameter)
+        ]
+        with saver.region(_TAG, backup=False):
+            for tensor in _tensors(self.model):
+                tensor.data = torch.empty_like(tensor, device=torch.cuda.current_device())
+        self._is_loaded = False
+
+    # ---- sleep and wake-up -------------------------------------------------------------------------------------
+
+    def wake_up(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Map the region, where it is asleep, and load ``weights``: every parameter under its Hugging Face name, tied
+        ones once.
+
+        Raises:
+            ValueError: a parameter is missing, unknown or of another shape; the engine then holds no weights.
+            MemoryError: the device has too little free memory; nothing was woken.
+        """
+        self._is_loaded = False
+        if self._saver.is_asleep(_TAG):
+            self._timed("awake", self._saver.wake_up)
+        for tensor, host_copy in self._host_copies:
+            tensor.copy_(host_copy)
+        parameters = dict(self.model.named_parameters())
+        loaded = set()
+        for name, weight in weights:
+            if name in parameters:
+                if weight.shape != parameters[name].shape:
+                    raise ValueError(
+                        f"{name} has the shape {tuple(weight.shape)}, the engine's {tuple(parameters[name].shape)}: "
+                        "the actor needs the engine's architecture and len(tokenizer) vocabulary entries"
+                    )
+                parameters[name].copy_(weight)
+            loaded.add(name)
+        check_names(loaded, wanted=parameters)
+        self._is_loaded = True
+
+    def sleep(self) -> None:
+        """Release the weights; an engine that is asleep stays so."""
+        self._is_loaded = False
+        if not self._saver.is_asleep(_TAG):
+            self._timed("asleep", self._saver.sleep)
+
+    def _timed(self, state: str, action: Callable[[str], RegionBytes]) -> None:
+        start = time.perf_counter()
+        sizes = action(_TAG)
+        if not self._saver.sleeps:
+            return
+        self._observe(
+            {
+                "role": "engine",
+                "kind": "weights",
+                "state": state,
+                "flag": None,
+                "keeper": "none",
+                "released_bytes": sizes.released_bytes,
+                "backup_bytes": sizes.backup_bytes,
+                "seconds": time.perf_counter() - start,
+            }
+        )
+
+    # ---- generation --------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: list[list[int]], *, seed: int, greedy: bool = False) -> Responses:
+        """One response to each of n prompts (token ids), drawn at ``rollout.temperature`` and ``rollout.top_p``.
+
+        Args:
+            seed: of all draws; the global generators stay where they are.
+            greedy: take the most probable token instead (log-probs stay those under the temperature).
+
+        Raises:
+            RuntimeError: no weights are loaded (asleep, or never woken).
+            ValueError: there is no prompt, or one is empty or longer than ``rollout.max_prompt_tokens``.
+        """
+        if not self._is_loaded:
+            raise RuntimeError("the rollout engine holds no weights: call wake_up(weights) first")
+        self._check_prompts(prompts)
+        device, pad = self.model.device, self._tokenizer.pad_token_id
+        width = max(map(len, prompts))
+        padding = torch.tensor([width - len(prompt) for prompt in prompts]).to(device)
+        padded = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts]).to(device)
+        is_prompt = torch.arange(width, device=device) >= padding[:, None]
+        sequences, log_probs = self._sample(padded, is_prompt, seed=seed, greedy=greedy)
+
+        drawn = sequences[:, width:]
+        ended = (drawn == self._tokenizer.eos_token_id).cumsum(dim=1) > 0
+        lengths = ended.logical_not().sum(dim=1) + ended[:, -1]
+        limit = self._rollout.max_prompt_tokens + self._rollout.max_new_tokens
+        longest = int((width - padding + lengths).max())
+        columns = min(-(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, limit)
+        # source[i, t]: where the token of column t lies in the left-padded sequences, past their end for padding.
+        source = torch.arange(columns, device=device) + padding[:, None]
+        response_mask = (source >= width) & (source < width + lengths[:, None])
+        tokens = sequences.gather(1, source.clamp(max=sequences.shape[1] - 1))
+        log_probs = log_probs.gather(1, (source - width).clamp(0, drawn.shape[1] - 1))
+        return Responses(
+            tokens=tokens.where(response_mask | (source < width), pad),
+            response_mask=response_mask,
+            truncated=~ended[:, -1],
+            texts=self._tokenizer.batch_decode(
+                [row[:length] for row, length in zip(drawn.tolist(), lengths.tolist(), strict=True)],
+                skip_special_tokens=True,
+            ),
+            log_probs=log_probs.where(response_mask, 0.0),
+        )
+
+    def _check_prompts(self, prompts: list[list[int]]) -> None:
+        longest = self._rollout.max_prompt_tokens
+        if not prompts:
+            raise ValueError("no prompts were given to generate from")
+        for index, prompt in enumerate(prompts):
+            if not 0 < len(prompt) <= longest:
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens; rollout.max_prompt_tokens={longest} allows 1 to "
+                    f"{longest}: raise rollout.max_prompt_tokens or choose a task with such prompts"
+                )
+
+    def _sample(
+        self, prompts: Tensor, is_prompt: Tensor, *, seed: int, greedy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """prompts and is_prompt [n, w], padded on the left -> (sequences [n, w + drawn], their drawn tokens' log-probs
+        [n, drawn]). A row is drawn until its end-of-sequence token, then padded."""
+        rollout = self._rollout
+        sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": 0}
+        settings = GenerationConfig(
+            do_sample=not greedy,
+            max_new_tokens=rollout.max_new_tokens,
+            eos_token_id=self._tokenizer.eos_token_id,
+            pad_token_id=self._tokenizer.pad_token_id,
+            **({} if greedy else sampling),
+        )
+        recorder = _LogProbRecorder(rollout.temperature)
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            sequences = self.model.generate(
+                prompts,
+                attention_mask=is_prompt.long(),
+                generation_config=settings,
+                logits_processor=[recorder],
+            )
+        assert isinstance(sequences, Tensor)
+        return sequences, recorder.log_probs_of(sequences)
+
+
+class _LogProbRecorder(LogitsProcessor):
+    """Keeps the log-prob of each drawn token, without keeping the logits of every step.
+
+    ``generate`` calls it with the tokens so far and the next one's raw logits, before temperature and top-p.
+    """
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+        self._next: Tensor | None = None
+        self._drawn: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """input_ids [n, length], scores [n, v] -> scores."""
+        self._record_last(input_ids)
+        self._next = (scores.float() / self._temperature).log_softmax(dim=-1)
+        return scores
+
+    def _record_last(self, input_ids: Tensor) -> None:
+        if self._next is not None:
+            self._drawn.append(self._next.gather(1, input_ids[:, -1:]))
+
+    def log_probs_of(self, sequences: Tensor) -> Tensor:
+        """Of the finished sequences, [n, drawn]."""
+        self._record_last(sequences)
+        return torch.cat(self._drawn, dim=1)
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters, buffers, and tensors kept as plain attributes, each once."""
+    found: dict[int, Tensor] = {}
+    for module in model.modules():
+        for attributes in (module._parameters, module._buffers, vars(module)):
+            found.update((id(value), value) for value in attributes.values() if isinstance(value, Tensor))
+    yield from found.values()

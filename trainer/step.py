@@ -1,0 +1,189 @@
+"""Forward-only passes and optimizer steps of one role over a batch, through Megatron's schedules.
+
+A batch is a mapping of tensors with equal first dimension n (sequences of this rank):
+
+    tokens [n, s]           prompt, response, padding on the right
+    response_mask [n, s-1]  column t is about tokens[:, t + 1]: True where that is a response token
+    everything per token    [n, s-1], aligned with response_mask
+    everything per sequence [n]
+
+Losses are sums over tokens (or sequences) with their count; Megatron divides the summed gradients by the count over
+all micro-batches and ranks, so no split changes a mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.algo import losses
+from trainer.algo.kl import kl_estimate
+from trainer.algo.log_probs import log_probs_and_entropy, log_probs_from_logits
+from trainer.algo.masked import zero_padding
+from trainer.config import AlgoConfig
+from trainer.distributed import sum_over_ranks
+from trainer.role import FORWARD, Role
+
+Batch = Mapping[str, Tensor]
+Loss = Callable[[Tensor, Batch], tuple[Tensor, Tensor, dict[str, Tensor]]]
+
+
+def select(batch: Batch, rows: Tensor | slice) -> dict[str, Tensor]:
+    """The given sequences of a batch."""
+    return {name: tensor[rows] for name, tensor in batch.items()}
+
+
+def _micro_batches(batch: Batch, size: int) -> list[dict[str, Tensor]]:
+    n = len(batch["tokens"])
+    return [select(batch, slice(start, start + size)) for start in range(0, n, size)]
+
+
+def _run_schedule(
+    role: Role, micro_batches: list[dict[str, Tensor]], on_output: Callable[..., Any], *, forward_only: bool
+) -> list[Any]:
+    """Megatron's forward(-backward) over the micro-batches; what ``on_output`` reports of each, in order."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        micro_batch = next(iterator)
+        tokens = micro_batch["tokens"]
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return model(tokens, positions, None), partial(on_output, micro_batch)
+
+    rows, length = micro_batches[0]["tokens"].shape
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(micro_batches),
+        model=role.chunks,
+        num_microbatches=len(micro_batches),
+        seq_length=length,
+        micro_batch_size=rows,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def _forward(role: Role, batch: Batch, reduce: Callable[[Tensor, Batch], Any], *, micro_batch_size: int) -> list[Any]:
+    """Forward-only passes; ``reduce`` turns each output into small tensors before the next micro-batch runs."""
+    role.require(FORWARD)
+
+    def on_output(micro_batch: Batch, output: Tensor, *, non_loss_data: bool) -> Any:
+        return reduce(output, micro_batch)
+
+    with torch.no_grad():
+        return _run_schedule(role, _micro_batches(batch, micro_batch_size), on_output, forward_only=True)
+
+
+def log_probs(
+    role: Role, batch: Batch, *, temperature: float, vocab_size: int, micro_batch_size: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the tokens and entropies of their distributions under the role's active weights, each [n, s-1]."""
+
+    def reduce(logits: Tensor, micro_batch: Batch) -> tuple[Tensor, Tensor]:
+        return log_probs_and_entropy(
+            logits[:, :-1], micro_batch["tokens"][:, 1:], temperature=temperature, vocab_size=vocab_size
+        )
+
+    parts = _forward(role, batch, reduce, micro_batch_size=micro_batch_size)
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def values(role: Role, batch: Batch, *, micro_batch_size: int) -> Tensor:
+    """Values [n, s] in fp32: column t is the value of the text up to and including tokens[:, t]."""
+    return torch.cat(
+        _forward(role, batch, lambda output, _: output.squeeze(-1).float(), micro_batch_size=micro_batch_size)
+    )
+
+
+def train_minibatch(role: Role, batch: Batch, loss: Loss, *, micro_batch_size: int) -> dict[str, float]:
+    """One optimizer step. Without a single response token on any rank nothing is changed.
+
+    Args:
+        loss: (model output, micro-batch) -> (summed loss, its count, sums to report).
+
+    Returns:
+        The reported sums over all micro-batches and ranks, plus ``loss_sum``, ``loss_count``, ``grad_norm`` and
+        ``skipped`` (1.0 if the gradient norm was not finite).
+    """
+    reports: list[dict[str, Tensor]] = []
+
+    def on_output(micro_batch: Batch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        numerator, count, stats = loss(output, micro_batch)
+        reports.append({**stats, "loss_sum": numerator.detach().clone(), "loss_count": count})
+        return numerator, count.int(), {}
+
+    with role.training():
+        _run_schedule(role, _micro_batches(batch, micro_batch_size), on_output, forward_only=False)
+        sums = {name: torch.stack([report[name].double() for report in reports]).sum() for name in reports[0]}
+        result = sum_over_ranks(sums)
+        updated, grad_norm = (True, 0.0) if result["loss_count"] == 0 else role.step()
+    return {**result, "grad_norm": grad_norm, "skipped": float(not updated)}
+
+
+def supervised_loss(*, vocab_size: int) -> Loss:
+    """Cross-entropy of the response tokens, token mean."""
+
+    def loss(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        token_log_probs = log_probs_from_logits(
+            logits[:, :-1], batch["tokens"][:, 1:], temperature=1.0, vocab_size=vocab_size
+        )
+        return *losses.aggregate(-token_log_probs, mask=batch["response_mask"], mode="token_mean"), {}
+
+    return loss
+
+
+def policy_loss(settings: AlgoConfig, *, temperature: float, vocab_size: int, kl_coef: float) -> Loss:
+    """Clipped PPO objective, minus the entropy bonus, plus KL to the reference where it is a loss."""
+    kl = settings.kl
+
+    def loss(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        mask = batch["response_mask"]
+        token_log_probs, entropy = log_probs_and_entropy(
+            logits[:, :-1], batch["tokens"][:, 1:], temperature=temperature, vocab_size=vocab_size
+        )
+        per_token, stats = losses.policy_loss(
+            token_log_probs,
+            old_log_probs=batch["old_log_probs"],
+            advantages=batch["advantages"],
+            response_mask=mask,
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
+            log_ratio_clamp=settings.log_ratio_clamp,
+        )
+        if settings.entropy_coef:
+            per_token = per_token - settings.entropy_coef * zero_padding(entropy, mask=mask)
+        if kl.placement == "loss":
+            per_token = per_token + kl_coef * kl_estimate(
+                token_log_probs,
+                ref_log_probs=batch["ref_log_probs"],
+                response_mask=mask,
+                estimator=kl.estimator,
+                clamp=kl.clamp,
+            )
+        stats["tokens"] = mask.sum()
+        return *losses.aggregate(per_token, mask=mask, mode=settings.loss_aggregation), stats
+
+    return loss
+
+
+def value_loss(settings: AlgoConfig) -> Loss:
+    """Clipped squared error of the values before each response token."""
+
+    def loss(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        mask = batch["response_mask"]
+        per_token, stats = losses.value_loss(
+            output.squeeze(-1)[:, :-1],
+            old_values=batch["values"],
+            returns=batch["returns"],
+            response_mask=mask,
+            value_clip=settings.value_clip,
+        )
+        stats["tokens"] = mask.sum()
+        return *losses.aggregate(per_token, mask=mask, mode=settings.loss_aggregation), stats
+
+    return loss
