@@ -13,10 +13,10 @@ from patches.registry import Patch
 
 
 def state_of(patch: Patch) -> tuple[str, str]:
-    """(state, detail) of one patch; a probe that finds a name gone raises, which is CHANGED too."""
+    """(state, detail) of one patch; a probe that raises, since a name or module is gone, says CHANGED too."""
     try:
         return patch.probe()
-    except (AttributeError, ImportError, TypeError) as error:
+    except Exception as error:
         return "CHANGED", f"{type(error).__name__}: {error}"
 
 

@@ -59,6 +59,10 @@ class _Slab(mmap.mmap):
         return memoryview(self)[start:end]
 
     @property
+    def address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self))
+
+    @property
     def resident_bytes(self) -> int:
         return _round_up(min(self.used_bytes, len(self)), mmap.PAGESIZE)
 
@@ -110,8 +114,7 @@ class _Region:
                 slab.backup.close()
                 slab.backup = None
             elif poison:
-                start = ctypes.addressof(ctypes.c_char.from_buffer(slab))
-                ctypes.memset(start, _POISON_BYTE, slab.resident_bytes)
+                ctypes.memset(slab.address, _POISON_BYTE, slab.resident_bytes)
         self.asleep = False
 
     @property
@@ -198,6 +201,14 @@ class CpuMemorySaver:
     def resident_bytes(self, tag: str, *, backup: bool | None = None) -> int:
         """Bytes of the pages that ``tag`` occupies while awake; with ``backup`` only of those with (without) one."""
         return sum(region.resident_bytes for _, region in self._tagged(tag) if backup in (None, region.has_backup))
+
+    def region_of(self, tensor: torch.Tensor) -> tuple[str, bool] | None:
+        """(tag, whether it has a backup) of the region that holds ``tensor``'s storage, None for ordinary memory."""
+        address = tensor.untyped_storage().data_ptr()
+        for name, region in self._tagged(None):
+            if any(slab.address <= address < slab.address + len(slab) for slab in region.slabs):
+                return name, region.has_backup
+        return None
 
     def check_room(self, tag: str) -> None:
         """Host memory is not checked: the kernel maps pages on demand."""

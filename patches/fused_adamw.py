@@ -32,9 +32,12 @@ class FusedShapeAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
+        capturable: bool = False,
     ) -> None:
         if not adam_w_mode:
             raise ValueError("only decoupled weight decay (adam_w_mode=True) is supported")
+        if capturable:
+            raise ValueError("capture in CUDA graphs (capturable=True, optimizer_cuda_graph) is not supported")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def initialize_state(self, param: torch.Tensor) -> None:

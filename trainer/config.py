@@ -175,6 +175,7 @@ class AlgoConfig(Section):
     entropy_coef: float
     loss_aggregation: str
     critic_warmup_steps: int
+    start_critic_from_actor: Optional[bool]  # noqa: UP045
     heldout_prompts: int
     kl: KlConfig
 
@@ -217,6 +218,12 @@ class Config(Section):
     platform: PlatformConfig
     launch: LaunchConfig
     logger: LoggerConfig
+
+    @property
+    def critic_starts_from_actor(self) -> bool:
+        """Whether the critic gets the warmed-up actor's body: by default if both architectures are equal."""
+        wanted = self.algo.start_critic_from_actor
+        return self.roles["actor"].model == self.roles["critic"].model if wanted is None else wanted
 
     @property
     def data_parallel_size(self) -> int:

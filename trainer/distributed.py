@@ -41,6 +41,13 @@ def max_over_ranks(value: int) -> int:
     return int(largest)
 
 
+def combined_digest(digest: str) -> str:
+    """One SHA-256 over the digests of all ranks. Collective over the default group."""
+    digests: list[str] = [""] * distributed.get_world_size()
+    distributed.all_gather_object(digests, digest)
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
 def seed_for(seed: int, purpose: str, *, step: int = 0, rank: int = 0) -> int:
     """The seed of one random draw, in [0, 2^31). Keyed by what is drawn and not by what was drawn before, so that a
     resumed run draws what the unbroken one would have."""

@@ -20,7 +20,7 @@ from trainer.algo.kl import kl_estimate, next_kl_coef
 from trainer.algo.masked import whiten
 from trainer.config import Config
 from trainer.data import Prompts
-from trainer.distributed import data_parallel_group, data_parallel_rank, seed_for, sum_over_ranks
+from trainer.distributed import combined_digest, data_parallel_group, data_parallel_rank, seed_for, sum_over_ranks
 from trainer.models.build import named_tensors
 from trainer.models.hf_bridge import to_hf
 from trainer.phases import Phases
@@ -91,6 +91,15 @@ def warm_up(run: Run, outputs: Outputs) -> None:
                 mean = sums["loss_sum"] / sums["loss_count"]
                 outputs.progress.warm_up(number, total=settings.warmup_steps, loss=mean)
         actor.copy_to_tag("ref")
+    if run.config.critic_starts_from_actor:
+        with run.phases.phase("warm_up", step=0), run.critic.awake():
+            start_critic_from(run.actor.backuper.get("ref"), run.critic)
+
+
+def start_critic_from(weights: Mapping[str, Tensor], critic: Role) -> None:
+    """Give the critic the actor's body; its value head, which no actor has, starts anew (at zero)."""
+    own = dict(named_tensors(critic.chunks))
+    critic.load_weights({name: tensor for name, tensor in weights.items() if ".output_layer." not in name and name in own})
 
 
 def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: float) -> dict[str, float]:
@@ -245,7 +254,7 @@ def _weights_sha256(run: Run, number: int) -> dict[str, str]:
     digests = {}
     for role in (run.actor, run.critic):
         with run.phases.phase("report", step=number), role.awake():
-            digests[f"weights_sha256/{role.name}"] = role.weights_sha256()
+            digests[f"weights_sha256/{role.name}"] = combined_digest(role.weights_sha256())
     return digests
 
 

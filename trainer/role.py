@@ -297,7 +297,7 @@ class Role:
         return sum(param.numel() for chunk in self.chunks for param in chunk.parameters())
 
     def weights_sha256(self) -> str:
-        """SHA-256 of every model tensor and of the optimizer state of this rank."""
+        """SHA-256 (hex) of every model tensor and of the optimizer state of this rank."""
         self.require(TRAINING, tag=self.name)
         digest = hashlib.sha256()
         for name, tensor in named_tensors(self.chunks):

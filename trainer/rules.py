@@ -82,6 +82,7 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     check_ranges(config)
     check_roles(config)
     check_ppo(config)
+    check_critic_start(config)
     check_nccl_ub(config)
     check_restore_sources(config)
     check_explicit_flags(config, explicit_flags)
@@ -149,6 +150,14 @@ def check_ppo(config: Config) -> None:
         raise ValueError(
             "algo.kl.estimator=k1 with algo.kl.placement=loss: the expected gradient of k1 is zero (arXiv:2506.09477), "
             "so this loss would do nothing. Use algo.kl.estimator=k2 or k3, or algo.kl.placement=reward"
+        )
+
+
+def check_critic_start(config: Config) -> None:
+    if config.critic_starts_from_actor and config.roles["actor"].model != config.roles["critic"].model:
+        raise ValueError(
+            "algo.start_critic_from_actor=true needs the same roles.actor.model and roles.critic.model: make them equal, "
+            "or use algo.start_critic_from_actor=null or false"
         )
 
 

@@ -6,13 +6,17 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class
 
 from trainer import platform
 from trainer.config import Config, to_plain
 from trainer.plan import make_plan
+
+if TYPE_CHECKING:
+    from trainer.loop import Run as LoopRun
+    from trainer.phases import Phases
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ def run(job: Job) -> dict[str, Any]:
             write = records.memory
         phases = Phases(write, gpu=job.config.platform.name == "cuda")
         with phases.phase("build", step=0):
-            parts = _build(job.config, phases)
+            parts = build(job.config, phases)
         result = train(parts, outputs)
     if is_writer:
         write_report(
@@ -67,7 +71,8 @@ def _discard(record: dict[str, Any]) -> None:
     pass
 
 
-def _build(config: Config, phases: Any) -> Any:
+def build(config: Config, phases: Phases) -> LoopRun:
+    """Task, tokenizer, roles and engine of one run, all awake; the process groups must exist."""
     from trainer.data import Prompts
     from trainer.distributed import seed_for
     from trainer.loop import Run

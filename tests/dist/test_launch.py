@@ -15,7 +15,7 @@ import time
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-import launch_targets
+from tests.dist import launch_targets
 import psutil
 import pytest
 

@@ -63,9 +63,7 @@ every_preset = pytest.mark.parametrize("preset", TASK_CLASSES, indirect=True)
 
 def random_text(seed: int) -> str:
     draw = random.Random(seed)
-    return "".join(
-        chr(draw.choice([draw.randrange(32, 127), draw.randrange(0x3000)])) for _ in range(seed % 40)
-    )
+    return "".join(chr(draw.choice([draw.randrange(32, 127), draw.randrange(0x3000)])) for _ in range(seed % 40))
 
 
 @every_preset
@@ -362,9 +360,7 @@ def test_verifier_by_dotted_path(tmp_path, monkeypatch):
     task.validate()
     rewards = {example.question: task.score("s3", example) for example in (*task.train, *task.heldout)}
     assert rewards == {"0": 0.0, "1": 0.0, "2": 0.0, "3": 0.5}
-    with pytest.raises(
-        ValueError, match=r"my_verifiers.double returned 2.0 for 'x'; rewards lie in \[0, 1\]"
-    ):
+    with pytest.raises(ValueError, match=r"my_verifiers.double returned 2.0 for 'x'; rewards lie in \[0, 1\]"):
         verify("my_verifiers.double", "x", Example("?", "x"))
     for name, message in {
         "fuzzy": "task.verifier='fuzzy' is none of",

@@ -72,9 +72,7 @@ def test_same_corpus_same_bytes_in_another_process():
     outputs = {load_tokenizer(None, task=TASK, vocab_size=320).backend_tokenizer.to_str()}
     for hash_seed, threads in (("1", "1"), ("2", "2")):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "RAYON_NUM_THREADS": threads}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         outputs.add(done.stdout.strip())
     assert len(outputs) == 1
 
@@ -95,18 +93,14 @@ def test_saved_folder_and_pickle_are_the_same_tokenizer(tmp_path):
 
 def test_vocab_size_must_hold_the_bytes():
     check_vocab_size(SMALLEST_VOCAB_SIZE)
-    with pytest.raises(
-        ValueError, match=r"tokenizer.vocab_size=256 is too small .* use tokenizer.vocab_size=259"
-    ):
+    with pytest.raises(ValueError, match=r"tokenizer.vocab_size=256 is too small .* use tokenizer.vocab_size=259"):
         load_tokenizer(None, task=TASK, vocab_size=256)
 
 
 def save_word_tokenizer(folder, **special_tokens):
     vocab = {"<unk>": 0, "</s>": 1, "word": 2}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special_tokens).save_pretrained(
-        folder
-    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special_tokens).save_pretrained(folder)
     return str(folder)
 
 

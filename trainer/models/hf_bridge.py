@@ -49,7 +49,7 @@ def hf_config(
         num_hidden_layers=model.layers,
         num_attention_heads=model.heads,
         num_key_value_heads=model.kv_heads,
-        head_dim=model.hidden_size // model.heads,
+        head_dim=model.hidden_size // model.heads,  # type: ignore[call-arg]  (no field of Qwen2Config)
         max_position_embeddings=model.max_length,
         initializer_range=model.init_std,
         rms_norm_eps=model.norm_eps,
@@ -125,12 +125,10 @@ def _counterparts(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     if model.qk_norm:
         layer["self_attention.q_layernorm.weight"] = ["self_attn.q_norm.weight"]
         layer["self_attention.k_layernorm.weight"] = ["self_attn.k_norm.weight"]
-    names = {"embedding.word_embeddings.weight": ("model.embed_tokens.weight",)}
+    names: dict[str, tuple[str, ...]] = {"embedding.word_embeddings.weight": ("model.embed_tokens.weight",)}
     for index in range(model.layers):
         for name, hf_names in layer.items():
-            names[f"decoder.layers.{index}.{name}"] = tuple(
-                f"model.layers.{index}.{part}" for part in hf_names
-            )
+            names[f"decoder.layers.{index}.{name}"] = tuple(f"model.layers.{index}.{part}" for part in hf_names)
     names["decoder.final_layernorm.weight"] = ("model.norm.weight",)
     if not model.tie_embeddings:
         names["output_layer.weight"] = ("lm_head.weight",)

@@ -46,21 +46,21 @@ class HfEngine:
     ) -> None:
         self._rollout, self._tokenizer = rollout, tokenizer
         self._saver, self._observe = saver, observer
+        self._eos: int = tokenizer.eos_token_id  # type: ignore[assignment]
+        self._pad: int = tokenizer.pad_token_id  # type: ignore[assignment]
         config = hf_config(
             model,
             vocab_size=len(tokenizer),
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
+            eos_token_id=self._eos,
+            pad_token_id=self._pad,
         )
         with no_init_weights():
             self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         self.model.tie_weights()  # left out along with the initialisation
         self.model.eval().requires_grad_(False)
         self._host_copies = [
-            (tensor, tensor.detach().clone())
-            for tensor in _tensors(self.model)
-            if not isinstance(tensor, nn.Parameter)
+            (tensor, tensor.detach().clone()) for tensor in _tensors(self.model) if not isinstance(tensor, nn.Parameter)
         ]
         with saver.region(_TAG, backup=False):
             for tensor in _tensors(self.model):
@@ -69,6 +69,7 @@ class HfEngine:
 
     # ---- sleep and wake-up -------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def wake_up(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Map the region, where it is asleep, and load ``weights``: every parameter under its Hugging Face name, tied
         ones once.
@@ -136,7 +137,7 @@ class HfEngine:
         if not self._is_loaded:
             raise RuntimeError("the rollout engine holds no weights: call wake_up(weights) first")
         self._check_prompts(prompts)
-        device, pad = self.model.device, self._tokenizer.pad_token_id
+        device, pad = self.model.device, self._pad
         width = max(map(len, prompts))
         padding = torch.tensor([width - len(prompt) for prompt in prompts]).to(device)
         padded = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts]).to(device)
@@ -144,7 +145,7 @@ class HfEngine:
         sequences, log_probs = self._sample(padded, is_prompt, seed=seed, greedy=greedy)
 
         drawn = sequences[:, width:]
-        ended = (drawn == self._tokenizer.eos_token_id).cumsum(dim=1) > 0
+        ended = drawn.eq(self._eos).cumsum(dim=1) > 0
         lengths = ended.logical_not().sum(dim=1) + ended[:, -1]
         limit = self._rollout.max_prompt_tokens + self._rollout.max_new_tokens
         longest = int((width - padding + lengths).max())
@@ -176,9 +177,7 @@ class HfEngine:
                     f"{longest}: raise rollout.max_prompt_tokens or choose a task with such prompts"
                 )
 
-    def _sample(
-        self, prompts: Tensor, is_prompt: Tensor, *, seed: int, greedy: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _sample(self, prompts: Tensor, is_prompt: Tensor, *, seed: int, greedy: bool) -> tuple[Tensor, Tensor]:
         """prompts and is_prompt [n, w], padded on the left -> (sequences [n, w + drawn], their drawn tokens' log-probs
         [n, drawn]). A row is drawn until its end-of-sequence token, then padded."""
         rollout = self._rollout
@@ -186,8 +185,8 @@ class HfEngine:
         settings = GenerationConfig(
             do_sample=not greedy,
             max_new_tokens=rollout.max_new_tokens,
-            eos_token_id=self._tokenizer.eos_token_id,
-            pad_token_id=self._tokenizer.pad_token_id,
+            eos_token_id=self._eos,
+            pad_token_id=self._pad,
             **({} if greedy else sampling),
         )
         recorder = _LogProbRecorder(rollout.temperature)

@@ -67,9 +67,7 @@ class Task(ABC):
 def check_heldout_fraction(fraction: float) -> None:
     """Raise ``ValueError`` unless a part of the questions is held out and a part is not."""
     if not 0.0 < fraction < 1.0:
-        raise ValueError(
-            f"task.heldout_fraction={fraction} must lie between 0 and 1: try task.heldout_fraction=0.1"
-        )
+        raise ValueError(f"task.heldout_fraction={fraction} must lie between 0 and 1: try task.heldout_fraction=0.1")
 
 
 def count_heldout(count: int, *, fraction: float) -> int:

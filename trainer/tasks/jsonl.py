@@ -75,17 +75,13 @@ class JsonlTask(Task):
         else:
             prompts = sorted({example.question for example in examples})
             if len(prompts) < 2:
-                raise ValueError(
-                    f"{self.path} has one prompt, so none can be held out: give task.heldout_path=..."
-                )
+                raise ValueError(f"{self.path} has one prompt, so none can be held out: give task.heldout_path=...")
             random.Random(f"{self.seed}/split").shuffle(prompts)
             held_prompts = set(prompts[: count_heldout(len(prompts), fraction=self.heldout_fraction)])
             heldout = [example for example in examples if example.question in held_prompts]
         train = [example for example in examples if example.question not in held_prompts]
         if not train:
-            raise ValueError(
-                f"every prompt of {self.path} is in {self.heldout_path}: change task.heldout_path=..."
-            )
+            raise ValueError(f"every prompt of {self.path} is in {self.heldout_path}: change task.heldout_path=...")
         if self.heldout_path is not None and len(train) < len(examples):
             _log.warning("%s: left out %d lines that are held out", self.path, len(examples) - len(train))
         random.Random(f"{self.seed}/train/order").shuffle(train)
@@ -105,8 +101,7 @@ class JsonlTask(Task):
                     yield self._example(line, where=f"{path}, line {number}")
         if empty:
             raise ValueError(
-                f"{path} has no lines: every line is an object with {self.prompt_field!r} and "
-                f"{self.answer_field!r}"
+                f"{path} has no lines: every line is an object with {self.prompt_field!r} and {self.answer_field!r}"
             )
 
     def _example(self, line: bytes, *, where: str) -> Example:
@@ -129,9 +124,7 @@ class JsonlTask(Task):
     def _pop(self, row: dict[str, Any], key: str, *, types: tuple[type, ...], where: str) -> str:
         name = getattr(self, key)
         if name not in row:
-            raise ValueError(
-                f"{where}: no field {name!r} (it has {sorted(row)}): name the field with task.{key}=..."
-            )
+            raise ValueError(f"{where}: no field {name!r} (it has {sorted(row)}): name the field with task.{key}=...")
         value = row.pop(name)
         if isinstance(value, bool) or not isinstance(value, types) or not str(value).strip():
             allowed = " or ".join(kind.__name__ for kind in types)

@@ -143,9 +143,7 @@ class ReasoningGymTask(Task):
                 f"task.dataset={self.dataset} needs reasoning-gym: pip install 'torpor[tasks]'"
             ) from error
         if self.dataset not in DATASETS:
-            raise ValueError(
-                f"task.dataset={self.dataset!r} is no reasoning-gym dataset; it has {sorted(DATASETS)}"
-            )
+            raise ValueError(f"task.dataset={self.dataset!r} is no reasoning-gym dataset; it has {sorted(DATASETS)}")
         for name in _RESERVED_ARGUMENTS:
             if name in self.arguments:
                 raise ValueError(f"task.arguments has {name!r}: use seed=... and task.train_size=... instead")
@@ -154,9 +152,7 @@ class ReasoningGymTask(Task):
             # Item i is often drawn with seed + i, so neighbouring seeds would give the same questions.
             seed = random.Random(f"{self.seed}/{purpose}").randrange(2**31)
             try:
-                datasets[purpose] = reasoning_gym.create_dataset(
-                    self.dataset, size=size, seed=seed, **self.arguments
-                )
+                datasets[purpose] = reasoning_gym.create_dataset(self.dataset, size=size, seed=seed, **self.arguments)
             except (TypeError, AssertionError, ValueError) as error:
                 raise ValueError(
                     f"{self.dataset} refuses task.arguments={self.arguments} with "
@@ -168,7 +164,5 @@ class ReasoningGymTask(Task):
 def _example(item: Mapping[str, Any]) -> Example:
     if not isinstance(item["answer"], str):
         name = item["metadata"]["source_dataset"]
-        raise ValueError(
-            f"reasoning-gym's {name} gives no answers, only a scorer: choose another task.dataset=..."
-        )
+        raise ValueError(f"reasoning-gym's {name} gives no answers, only a scorer: choose another task.dataset=...")
     return Example(item["question"], item["answer"], item["metadata"])

@@ -72,8 +72,7 @@ def resolve_verifier(name: str) -> Verifier:
         ) from error
     if not callable(verifier):
         raise ValueError(
-            f"task.verifier={name} is a {type(verifier).__name__}, "
-            "must be a function (response, example) -> float"
+            f"task.verifier={name} is a {type(verifier).__name__}, must be a function (response, example) -> float"
         )
     return cast(Verifier, verifier)
 

@@ -1,0 +1,99 @@
+"""The rank that runs one small job under several memory settings in turn; used by test_invariance."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import patches
+from trainer import platform, worker
+from trainer.config import Config
+from trainer.distributed import combined_digest
+from trainer.phases import Phases
+
+
+def run_matrix(payload: tuple[Mapping[str, Config], str | None]) -> dict[str, Any]:
+    """Name -> results of each config, all in this one worker group.
+
+    The second item of the payload names a deliberate fault of :data:`FAULTS`, or is None.
+    """
+    configs, fault = payload
+    first = next(iter(configs.values()))
+    platform.set_up(first)
+    platform.set_up_process_groups(first)
+    results = {}
+    for name, config in configs.items():
+        patches.revert("cpu_saver")
+        patches.apply("cpu_saver")
+        with FAULTS[fault]():
+            results[name] = run_one(config)
+    return results
+
+
+def run_one(config: Config) -> dict[str, Any]:
+    """Every metric of every step (times and sizes left out) and the digests of all ranks' final weights."""
+    from trainer import loop
+
+    records: list[dict[str, Any]] = []
+
+    class Recorder:
+        def metrics(self, record: dict[str, Any]) -> None:
+            records.append(record)
+
+        def log(self, record: dict[str, Any]) -> None:
+            pass
+
+    recorder: Any = Recorder()
+    events: list[dict[str, Any]] = []
+    run = worker.build(config, Phases(events.append, gpu=False))
+    loop.train(run, loop.Outputs(recorder, None, recorder))
+    numbers = [{k: v for k, v in record.items() if not k.startswith(("seconds/", "host_", "asleep_"))} for record in records]
+    with run.actor.awake(tag=None):
+        checksum = combined_digest(run.actor.weights_sha256())
+    return {"metrics": numbers, "actor_after_one_more_cycle": checksum, "slept": any("kind" in event for event in events)}
+
+
+@contextmanager
+def _no_fault() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _without_switch_model() -> Iterator[None]:
+    """Wake-up no longer ends with the restore of the tag's weights."""
+    from trainer.role import Role
+
+    original = Role._switch_model
+
+    def skip(self: Role, tag: str) -> None:
+        self._active_tag = tag
+
+    Role._switch_model = skip
+    try:
+        yield
+    finally:
+        Role._switch_model = original
+
+
+@contextmanager
+def _critic_flag_forced() -> Iterator[None]:
+    """The critic's parameter buffer loses its backup behind the validator's back."""
+    from trainer import role
+
+    original = role.wrap_ddp
+
+    def force(gpt: Any, ddp: Any, *, disable_param_backup: bool, owner: Any) -> Any:
+        has_value_head = type(gpt.output_layer).__name__ == "ValueHead"
+        return original(gpt, ddp, disable_param_backup=disable_param_backup or has_value_head, owner=owner)
+
+    role.wrap_ddp = force
+    try:
+        yield
+    finally:
+        role.wrap_ddp = original
+
+
+FAULTS: dict[str | None, Callable[[], Any]] = {
+    None: _no_fault,
+    "without_switch_model": _without_switch_model,
+    "critic_flag_forced": _critic_flag_forced,
+}

@@ -1,0 +1,91 @@
+"""The heart: sleeping must not change a single bit of what a run computes."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.composing import SMALL, config_of
+from tests.dist.invariance_worker import run_matrix
+from trainer.launch import WorkerError, launch
+from trainer.launch_environment import worker_environment
+
+CASES = {
+    "none": ("offload=none",),
+    "full": ("memory=full",),
+    "no_grads": ("memory=no_grads",),
+    "lean": ("memory=lean",),
+    "rebuild": ("memory=rebuild",),
+}
+
+
+def run_cases(cases, *, nproc, log_dir, extra=(), fault=None):
+    common = (*SMALL, f"launch.nproc={nproc}", *extra)
+    configs = {name: config_of(*common, *overrides) for name, overrides in cases.items()}
+    environment = worker_environment(platform="cpu", sleeps=True, threads_per_worker=1)
+    return launch(run_matrix, (configs, fault), nproc=nproc, log_dir=log_dir, environment=environment)
+
+
+def numbers(result):
+    """Everything that must be equal, as text: repr of floats is exact."""
+    return json.dumps([result["metrics"], result["actor_after_one_more_cycle"]])
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_every_policy_computes_the_bits_of_offload_none(nproc, tmp_path):
+    results = run_cases(CASES, nproc=nproc, log_dir=tmp_path)
+    assert [results[name]["slept"] for name in CASES] == [False, True, True, True, True]
+    last = results["none"]["metrics"][-1]
+    assert {"weights_sha256/actor", "weights_sha256/critic", "heldout_accuracy"} <= last.keys()
+    assert all(math.isfinite(v) for v in last.values() if isinstance(v, float))
+    assert last["weights_sha256/actor"] != results["none"]["metrics"][0].get("weights_sha256/actor")
+    for name in CASES:
+        assert numbers(results[name]) == numbers(results["none"]), name
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ("roles.actor.ddp.use_distributed_optimizer=false", "roles.critic.ddp.use_distributed_optimizer=false"),
+        ("roles.actor.ddp.overlap_grad_reduce=true", "roles.actor.ddp.overlap_param_gather=true"),
+        ("model.dtype=fp32", "model.tie_embeddings=true", "model.qk_norm=true"),
+    ],
+    ids=["plain-optimizer", "overlap", "fp32-tied"],
+)
+def test_other_optimizers_and_models_are_invariant_too(extra, tmp_path):
+    cases = {name: CASES[name] for name in ("none", "full", "lean", "rebuild")}
+    if "use_distributed_optimizer=false" in extra[0]:
+        del cases["rebuild"]
+    results = run_cases(cases, nproc=2, log_dir=tmp_path, extra=extra)
+    for name in cases:
+        assert numbers(results[name]) == numbers(results["none"]), name
+
+
+@pytest.mark.parametrize("fault", ["without_switch_model", "critic_flag_forced"])
+def test_the_invariance_test_sees_a_missing_restore(fault, tmp_path):
+    """With the restore left out, or the critic's only copy gone, the run computes with poison and not in silence."""
+    clean = run_cases({"none": CASES["none"]}, nproc=1, log_dir=tmp_path / "clean")
+    try:
+        faulty = run_cases({"lean": CASES["lean"]}, nproc=1, log_dir=tmp_path / "faulty", fault=fault)
+    except WorkerError:
+        return  # NaN logits stop the sampler
+    assert numbers(faulty["lean"]) != numbers(clean["none"])
+
+
+def test_a_launched_pair_gives_the_same_records(tmp_path):
+    """The same through the front door: two commands, two fresh worker groups."""
+    records = {}
+    for offload in ("none", "train"):
+        directory = tmp_path / offload
+        command = [sys.executable, "-m", "trainer", *SMALL, f"offload={offload}", f"hydra.run.dir={directory}"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (directory / "metrics.jsonl").read_text().splitlines()
+        varying = ("seconds/", "host_", "asleep_")
+        records[offload] = [{k: v for k, v in json.loads(line).items() if not k.startswith(varying)} for line in lines]
+        assert (directory / "report.md").exists()
+    assert records["none"] == records["train"]
+    assert len(records["none"]) == 3

@@ -1,0 +1,314 @@
+"""trainer.rollout.hf on the CPU saver with poison: what it generates, and that nothing it reads is lost asleep."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron_world import one_rank_world
+
+from trainer.algo.log_probs import log_probs_from_logits
+from trainer.config import ModelConfig, ParallelConfig, RolloutConfig
+from trainer.memory.saver import MemorySaver, NullSaver
+from trainer.models.build import build_gpt, named_tensors
+from trainer.models.hf_bridge import to_hf
+from trainer.rollout.hf import HfEngine
+from trainer.tokenizer import load_tokenizer
+
+VOCABULARY = 259  # the 256 bytes and three special tokens
+PAD, EOS = 0, 2
+MODEL = ModelConfig(
+    layers=2,
+    hidden_size=64,
+    ffn_size=96,
+    heads=4,
+    kv_heads=2,
+    max_length=32,
+    rope_theta=10000.0,
+    norm_eps=1e-6,
+    qkv_bias=False,
+    qk_norm=False,
+    tie_embeddings=False,
+    init_std=0.02,
+    dtype="fp32",
+)
+ROLLOUT = RolloutConfig(engine="hf", temperature=1.0, top_p=1.0, max_prompt_tokens=7, max_new_tokens=6)
+PROMPTS = [[10, 11, 12, 13, 14, 15, 16], [20, 21], [30, 31, 32], [40]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(None, task=SimpleNamespace(corpus=lambda: ["abc"]), vocab_size=VOCABULARY)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def make_engine(tokenizer):
+    """Builds engines; the last one's memory records are in ``make_engine.records``."""
+    with one_rank_world():
+
+        def make(*, model=MODEL, saver=None, **rollout):
+            saver = saver or MemorySaver(
+                platform="cpu", poison=True, retain_cpu_backup=True, cpu_backup_backend="pinned"
+            )
+            settings = dataclasses.replace(ROLLOUT, **rollout)
+            make.records = []
+            return HfEngine(model, settings, tokenizer=tokenizer, saver=saver, observer=make.records.append)
+
+        yield make
+
+
+def random_weights(engine, *, seed=1):
+    """Large enough that next-token distributions differ much from each other and from uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.ones_like(parameter) if "norm" in name else 0.15 * torch.randn(parameter.shape, generator=generator)
+        for name, parameter in engine.model.named_parameters()
+    }
+
+
+def chain_weights(engine, logits_after):
+    """A model whose next-token logits depend on the last token alone: {token: {next token: logit}}, others 0.
+
+    Attention and MLP add nothing; token i of the mapping embeds as the unit vector e_i, which the final norm makes
+    sqrt(hidden_size) * e_i = 8 e_i; so lm_head[v, i] is an eighth of the logit of v after i.
+    """
+    weights = {name: torch.zeros_like(parameter) for name, parameter in engine.model.named_parameters()}
+    weights["model.norm.weight"] += 1
+    for index, (token, logits) in enumerate(logits_after.items()):
+        weights["model.embed_tokens.weight"][token, index] = 1
+        for next_token, logit in logits.items():
+            weights["lm_head.weight"][next_token, index] = logit / 8
+    return weights
+
+
+def full_forward(engine, responses):
+    """Logits [n, s, v] of one pass over the right-padded rows, without a cache."""
+    with torch.no_grad():
+        return engine.model(responses.tokens, attention_mask=torch.ones_like(responses.tokens)).logits
+
+
+def assert_same(one, other):
+    for field in ("tokens", "response_mask", "truncated", "log_probs"):
+        assert torch.equal(getattr(one, field), getattr(other, field)), field
+    assert one.texts == other.texts
+
+
+# ---- sleep and wake-up -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_generation_is_bitwise_the_same_after_a_sleep(make_engine, dtype, tied):
+    engine = make_engine(model=dataclasses.replace(MODEL, dtype=dtype, tie_embeddings=tied))
+    weights = random_weights(engine)
+    engine.wake_up(weights.items())
+    before = engine.generate(PROMPTS, seed=5)
+    for _ in range(2):
+        engine.sleep()
+        engine.wake_up(weights.items())
+        assert_same(engine.generate(PROMPTS, seed=5), before)
+    assert (engine.model.lm_head.weight is engine.model.model.embed_tokens.weight) == tied
+
+
+def test_every_tensor_of_the_engine_sleeps(make_engine):
+    """Awake without the engine's own wake-up, each byte is poison: parameters and rotary tables are in the region."""
+    saver = MemorySaver(platform="cpu", poison=True, retain_cpu_backup=True, cpu_backup_backend="pinned")
+    engine = make_engine(saver=saver)
+    engine.wake_up(random_weights(engine).items())
+    engine.sleep()
+    saver.wake_up("engine/weights")
+    buffers = dict(engine.model.named_buffers())
+    assert "model.rotary_emb.inv_freq" in buffers
+    for tensor in [*engine.model.parameters(), *buffers.values()]:
+        assert tensor.isnan().all()
+    for name, parameter in engine.model.named_parameters():  # with weights, but without the rotary tables
+        parameter.copy_(random_weights(engine)[name])
+    assert engine.model(torch.tensor([[10, 11]])).logits.isnan().all()
+
+
+def test_memory_records(make_engine):
+    engine = make_engine()
+    weights = random_weights(engine)
+    engine.sleep()
+    engine.sleep()
+    engine.wake_up(weights.items())
+    engine.wake_up(weights.items())
+    assert [record["state"] for record in make_engine.records] == ["asleep", "awake"]
+    parameter_bytes = sum(weight.nbytes for weight in weights.values())
+    for record in make_engine.records:
+        assert (record["role"], record["kind"], record["flag"]) == ("engine", "weights", None)
+        assert (record["keeper"], record["backup_bytes"]) == ("none", 0)
+        assert parameter_bytes < record["released_bytes"] < 1.1 * parameter_bytes + 2**16
+        assert record["seconds"] > 0
+
+
+@pytest.mark.parametrize("make_saver", [NullSaver, None])
+def test_no_generation_without_weights(make_engine, make_saver):
+    engine = make_engine(saver=make_saver and make_saver())
+    with pytest.raises(RuntimeError, match=r"call wake_up\(weights\) first"):
+        engine.generate(PROMPTS, seed=1)
+    engine.wake_up(random_weights(engine).items())
+    assert len(engine.generate(PROMPTS, seed=1).texts) == 4
+    engine.sleep()
+    with pytest.raises(RuntimeError, match=r"call wake_up\(weights\) first"):
+        engine.generate(PROMPTS, seed=1)
+
+
+def test_savers_generate_alike(make_engine):
+    sleeper, wakeful = make_engine(), make_engine(saver=NullSaver())
+    weights = random_weights(sleeper)
+    sleeper.sleep()
+    for engine in (sleeper, wakeful):
+        engine.wake_up(weights.items())
+    assert_same(sleeper.generate(PROMPTS, seed=1), wakeful.generate(PROMPTS, seed=1))
+    assert not make_engine.records
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("lm_head.weight"), r"lack lm_head\.weight"),
+        (lambda weights: weights.update({"value.weight": torch.zeros(1)}), r"have, .* value\.weight"),
+        (lambda weights: weights.update({"lm_head.weight": torch.zeros(1, 64)}), r"\(1, 64\), .*\(259, 64\)"),
+    ],
+)
+def test_wrong_weights_are_refused(make_engine, change, message):
+    engine = make_engine()
+    weights = random_weights(engine)
+    engine.wake_up(weights.items())
+    change(weights)
+    with pytest.raises(ValueError, match=message):
+        engine.wake_up(weights.items())
+    with pytest.raises(RuntimeError, match="holds no weights"):
+        engine.generate(PROMPTS, seed=1)
+
+
+# ---- generation --------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_prompt_response_padding(make_engine):
+    """After a comes b, then the end; after c comes c for ever."""
+    engine = make_engine()
+    a, b, c = 50, 60, 70
+    engine.wake_up(chain_weights(engine, {a: {b: 50}, b: {EOS: 50}, c: {c: 50}}).items())
+    responses = engine.generate([[c, a], [b], [a, b, c]], seed=1, greedy=True)
+    assert responses.tokens.tolist() == [  # the longest row has 3 + 6 tokens: 16 columns, but never more than 7 + 6
+        [c, a, b, EOS] + [PAD] * 9,
+        [b, EOS] + [PAD] * 11,
+        [a, b, c] + [c] * 6 + [PAD] * 4,
+    ]
+    assert responses.response_mask.int().tolist() == [
+        [0, 0, 1, 1] + [0] * 9,
+        [0, 1] + [0] * 11,
+        [0, 0, 0] + [1] * 6 + [0] * 4,
+    ]
+    assert responses.truncated.tolist() == [False, False, True]
+    assert responses.texts == [engine._tokenizer.decode([b]), "", engine._tokenizer.decode([c] * 6)]
+    assert not responses.log_probs[~responses.response_mask].any()
+    assert responses.log_probs.abs().max() < 1e-4
+
+
+def test_columns_are_the_longest_row_rounded_up_to_eight(make_engine):
+    engine = make_engine()
+    engine.wake_up(chain_weights(engine, {50: {60: 50}, 60: {EOS: 50}}).items())
+    responses = engine.generate([[50], [60]], seed=1, greedy=True)
+    assert responses.tokens.tolist() == [[50, 60, EOS] + [PAD] * 5, [60, EOS] + [PAD] * 6]
+
+
+def test_end_with_the_last_allowed_token_is_no_truncation(make_engine):
+    engine = make_engine(max_new_tokens=2)
+    engine.wake_up(chain_weights(engine, {50: {60: 50}, 60: {EOS: 50}, 70: {50: 50}}).items())
+    responses = engine.generate([[50], [70]], seed=1, greedy=True)
+    assert responses.tokens[:, :3].tolist() == [[50, 60, EOS], [70, 50, 60]]
+    assert responses.truncated.tolist() == [False, True]
+
+
+def test_temperature_and_top_p(make_engine):
+    """Probabilities 9/16, 4/16, 2/16, 1/16 (others below 1e-9); temperature 2 takes the roots: 3 : 2 : 1.41 : 1,
+    that is 0.405, 0.270, 0.191, 0.135. The first two sum to 0.675, so top-p 0.7 keeps a third."""
+    engine = make_engine(temperature=2.0, top_p=0.7, max_new_tokens=1)
+    shares = {60: 9 / 16, 61: 4 / 16, 62: 2 / 16, 63: 1 / 16}
+    logits = {token: 60 + torch.tensor(share).log().item() for token, share in shares.items()}
+    engine.wake_up(chain_weights(engine, {50: logits}).items())
+    responses = engine.generate([[50]] * 4000, seed=3)
+    drawn, log_probs = responses.tokens[:, 1], responses.log_probs[:, 1]
+    assert set(drawn.tolist()) == {60, 61, 62}
+    roots = {token: share**0.5 for token, share in shares.items()}
+    for token in (60, 61, 62):
+        expected = roots[token] / sum(roots[kept] for kept in (60, 61, 62))
+        assert drawn.eq(token).float().mean().item() == pytest.approx(expected, abs=0.03)
+        before_top_p = torch.tensor(roots[token] / sum(roots.values())).log().item()
+        assert log_probs[drawn == token].tolist() == pytest.approx(
+            [before_top_p] * int((drawn == token).sum()), abs=1e-4
+        )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 0.03)])
+def test_log_probs_equal_those_of_a_full_forward_pass(make_engine, dtype, tolerance):
+    engine = make_engine(model=dataclasses.replace(MODEL, dtype=dtype), temperature=0.7, top_p=0.9)
+    engine.wake_up(random_weights(engine).items())
+    responses = engine.generate(PROMPTS, seed=2)
+    expected = log_probs_from_logits(
+        full_forward(engine, responses)[:, :-1], responses.tokens[:, 1:], temperature=0.7, vocab_size=VOCABULARY
+    )
+    mask = responses.response_mask[:, 1:]
+    assert responses.log_probs.dtype == torch.float32
+    torch.testing.assert_close(responses.log_probs[:, 1:][mask], expected[mask], atol=tolerance, rtol=0)
+    assert expected[mask].std() > 0.2
+
+
+def test_log_probs_equal_those_of_the_actor(make_engine):
+    """What the training side computes from the same weights, in megatron-core and bf16."""
+    model = dataclasses.replace(MODEL, dtype="bf16", init_std=0.2)
+    engine = make_engine(model=model)
+    gpt = build_gpt(model, vocab_size=VOCABULARY, parallel=ParallelConfig(1, 1), seed=1, value_head=False)
+    engine.sleep()
+    engine.wake_up(to_hf(named_tensors([SimpleNamespace(module=gpt)]), model=model))
+    assert not any(parameter.requires_grad for parameter in engine.model.parameters())
+    responses = engine.generate(PROMPTS, seed=2)
+    tokens = responses.tokens
+    with torch.no_grad():
+        logits = gpt(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
+    actors = log_probs_from_logits(logits[:, :-1], tokens[:, 1:], temperature=1.0, vocab_size=VOCABULARY)
+    gap = (actors - responses.log_probs[:, 1:])[responses.response_mask[:, 1:]]
+    assert actors.std() > 0.5
+    assert gap.abs().max() < 0.1
+    assert gap.abs().mean() < 0.02
+
+
+def test_greedy_takes_the_most_probable_token(make_engine):
+    engine = make_engine()
+    engine.wake_up(random_weights(engine).items())
+    responses = engine.generate(PROMPTS, seed=1, greedy=True)
+    mask = responses.response_mask[:, 1:]
+    best = full_forward(engine, responses)[:, :-1].argmax(dim=-1)
+    assert torch.equal(responses.tokens[:, 1:][mask], best[mask])
+    assert_same(engine.generate(PROMPTS, seed=2, greedy=True), responses)
+
+
+def test_draws_depend_on_the_seed_alone(make_engine):
+    engine = make_engine()
+    engine.wake_up(random_weights(engine).items())
+    torch.manual_seed(100)
+    first = engine.generate(PROMPTS, seed=1)
+    after_generation = torch.rand(4)
+    other = engine.generate(PROMPTS, seed=2)
+    assert not torch.equal(other.tokens, first.tokens)
+    assert_same(engine.generate(PROMPTS, seed=1), first)
+    torch.manual_seed(100)
+    assert torch.equal(torch.rand(4), after_generation)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[1], [1] * 8], r"prompt 1 has 8 tokens; rollout\.max_prompt_tokens=7 allows 1 to 7"),
+        ([[]], r"prompt 0 has 0 tokens"),
+        ([], "no prompts"),
+    ],
+)
+def test_prompts_that_do_not_fit(make_engine, prompts, message):
+    engine = make_engine()
+    engine.wake_up(random_weights(engine).items())
+    with pytest.raises(ValueError, match=message):
+        engine.generate(prompts, seed=1)
