@@ -25,7 +25,10 @@ import torch
 from patches.registry import Patch, Replacement, missing_names
 
 _CPU = torch.device("cpu")
-_FACTORIES = ("arange", "empty", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros")
+_FACTORIES = (
+    *("arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn"),
+    *("randperm", "tensor", "zeros"),
+)
 _LIKE_FACTORIES = ("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like")
 _NEW_FACTORIES = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 

@@ -16,7 +16,7 @@ import ctypes
 import mmap
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -210,7 +210,7 @@ class CpuMemorySaver:
                 return name, region.has_backup
         return None
 
-    def check_room(self, tag: str) -> None:
+    def check_room(self, tags: Sequence[str]) -> None:
         """Host memory is not checked: the kernel maps pages on demand."""
 
     def fill_with_poison(self, tag: str) -> None:

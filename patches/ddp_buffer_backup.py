@@ -133,7 +133,7 @@ def _check_routing(buffer: Any, router: _BufferRouter) -> None:
         )
 
 
-def _with_flags(original: Callable[..., None]) -> Callable[..., None]:
+def _with_flags(original: Callable[..., None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """``functools.wraps`` plus a signature that shows the two new keyword-only arguments."""
 
     def decorate(wrapper: Callable[..., None]) -> Callable[..., None]:

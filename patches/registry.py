@@ -46,7 +46,7 @@ class Patch:
                 f"the patch {self.name} replaces {', '.join(missing)}, which the installed version lacks"
             )
         for owner, attribute, value in replacements:
-            self._originals.append((owner, attribute, vars(owner)[attribute] if attribute in vars(owner) else _ABSENT))
+            self._originals.append((owner, attribute, vars(owner).get(attribute, _ABSENT)))
             setattr(owner, attribute, value)
 
     def revert(self) -> None:

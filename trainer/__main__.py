@@ -5,11 +5,12 @@ This process composes and waits; it never imports megatron nor touches a GPU, so
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 from pathlib import Path
 
 import hydra
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -17,14 +18,13 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from trainer import config as configuration
+from trainer import jobs
 from trainer.config import Config
 from trainer.hints import hint_for, hint_for_flags
 from trainer.launch import WorkerError, launch
 from trainer.launch_environment import worker_environment
 from trainer.report import MEMORY_FILE, METRICS_FILE, final_tables, plan_table, read_records
 from trainer.worker import Job, plan_rows, run
-
-CONFIG_FILE = "config.json"
 
 
 class JobError(RuntimeError):
@@ -33,8 +33,11 @@ class JobError(RuntimeError):
 
 def run_job(config: Config, directory: Path, console: Console) -> float | None:
     """Launch one validated job and return its objective, the held-out accuracy at the end."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG_FILE).write_text(json.dumps(configuration.to_plain(config), indent=2) + "\n")
+    _check_devices(config)
+    finished = jobs.claim(directory, config)
+    if finished is not None:
+        console.print(f"finished already: {directory}", soft_wrap=True)
+        return finished["heldout_accuracy"]
     platform = "cpu (stand-in for CUDA)" if config.platform.name == "cpu" else config.platform.name
     console.print(
         f"platform: {platform}   workers: {config.launch.nproc}   config: {configuration.config_hash(config)}"
@@ -51,22 +54,47 @@ def run_job(config: Config, directory: Path, console: Console) -> float | None:
     for table in final_tables(read_records(directory / METRICS_FILE), read_records(directory / MEMORY_FILE)):
         console.print(table)
     console.print(f"report: {directory / 'report.md'}", soft_wrap=True)
-    return result.get("heldout_accuracy")
+    jobs.write_result(directory, {"heldout_accuracy": result["heldout_accuracy"]})
+    return result["heldout_accuracy"]
+
+
+def _check_devices(config: Config) -> None:
+    if config.platform.name == "cuda" and torch.cuda.device_count() < config.launch.nproc:
+        raise ValueError(
+            f"launch.nproc={config.launch.nproc} with platform=cuda needs a GPU for each worker, and "
+            f"{torch.cuda.device_count()} are visible: use fewer workers, or platform=cpu"
+        )
 
 
 @hydra.main(config_path="pkg://conf", config_name="train", version_base="1.3")
 def _hydra_job(composed: DictConfig) -> float | None:
     console, settings = Console(), HydraConfig.get()
+    os.chdir(settings.runtime.cwd)  # relative paths start where the command runs, whatever hydra.job.chdir says
     try:
         config = configuration.to_config(composed)
         return run_job(config, Path(settings.runtime.output_dir), console)
     except (ValueError, ImportError, OmegaConfBaseException, WorkerError) as error:
-        hint = hint_for(error)
-        message = f"{error}\nhint: {hint}" if hint else str(error)
-        if settings.mode == RunMode.MULTIRUN:
-            raise JobError(message) from None
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(1)
+        print(f"error: {_message(error)}", file=sys.stderr)
+    if settings.mode == RunMode.MULTIRUN:  # an exception and no exit: the other jobs still run
+        raise JobError(f"the job in {settings.runtime.output_dir} failed; its error is above")
+    sys.exit(1)
+
+
+def _message(error: Exception) -> str:
+    text, hint = str(error), hint_for(error)
+    if isinstance(error, OmegaConfBaseException):  # the other lines are omegaconf's types
+        text = f"{error.full_key}: {text.splitlines()[0]}"
+    return f"{text}\nhint: {hint}" if hint else text
+
+
+def _show_sweep() -> bool:
+    """Show what became of every job of a sweep. Whether it was no sweep or had jobs."""
+    if jobs.SweepDirectory.path is None:
+        return True
+    table = jobs.sweep_table(jobs.SweepDirectory.path)
+    if table.rows:
+        Console().print(table)
+    return bool(table.rows)
 
 
 def main() -> None:
@@ -80,6 +108,11 @@ def main() -> None:
             if hint:
                 print(f"hint: {hint}", file=sys.stderr)
         raise
+    finally:
+        did_something = _show_sweep()
+    if not did_something:
+        print("error: the sweep has no jobs, since one of its overrides lists no values", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

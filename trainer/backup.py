@@ -54,18 +54,19 @@ class TensorBackuper:
 
     def backup(self, tag: str) -> None:
         """Copy the source tensors to host memory under ``tag``."""
-        sources = dict(self._source_getter())
+        sources = self._sources()
         if tag not in self._tags:
             self._tags[tag] = self._new_tag(sources)
         copies = self.get(tag)
         _check_same(sources, copies, tag)
+        self._tags[tag][0].wait_until_pinned()
         for name, tensor in sources.items():
             copies[name].copy_(tensor.detach(), non_blocking=True)
         _synchronize()
 
     def restore(self, tag: str) -> None:
         """Copy the tensors saved under ``tag`` back into the source tensors, in place."""
-        copies, sources = self.get(tag), dict(self._source_getter())
+        copies, sources = self.get(tag), self._sources()
         _check_same(sources, copies, tag)
         with torch.no_grad():
             for name, tensor in sources.items():
@@ -87,10 +88,23 @@ class TensorBackuper:
             raise ValueError(f"no weights are backed up under the tag {tag!r}; backed-up tags: {known}")
         return self._tags[tag][1]
 
+    def bytes_of(self, tag: str) -> int:
+        """Host memory of one tag, in bytes."""
+        self.get(tag)
+        return self._tags[tag][0].size_bytes
+
     def drop(self, tag: str) -> None:
         """Give the memory of a tag back."""
         self.get(tag)
         del self._tags[tag]
+
+    def _sources(self) -> dict[str, torch.Tensor]:
+        pairs = list(self._source_getter())
+        sources = dict(pairs)
+        if len(sources) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"two tensors of the model are called {', '.join(n for n in sources if names.count(n) > 1)}")
+        return sources
 
     def _new_tag(self, like: Mapping[str, torch.Tensor]) -> tuple[HostArena, dict[str, torch.Tensor]]:
         arena = HostArena(HostArena.bytes_needed(like.values()), pinned=self._pinned)
@@ -98,8 +112,9 @@ class TensorBackuper:
 
 
 def _check_same(sources: Mapping[str, torch.Tensor], copies: Mapping[str, torch.Tensor], tag: str) -> None:
-    if list(sources) != list(copies):
-        changed = sorted(set(sources) ^ set(copies)) or "their order"
+    then, now = ([(name, x.shape, x.dtype) for name, x in tensors.items()] for tensors in (copies, sources))
+    if now != then:
+        changed = ", ".join(sorted({name for name, *_ in set(then) ^ set(now)})) or "their order"
         raise ValueError(f"the model's tensors are not those backed up under {tag!r}; changed: {changed}")
 
 

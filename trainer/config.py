@@ -11,15 +11,16 @@ import dataclasses
 import hashlib
 import json
 import os
+import pkgutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Dict, List, Optional  # noqa: UP035  (omegaconf reads these annotations)
 
 from hydra.core.config_store import ConfigStore
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from trainer import rules
+from trainer.tasks import Task
 
 PARAM_FLAG = "disable_param_buffers_cpu_backup"
 GRAD_FLAG = "disable_grad_buffers_cpu_backup"
@@ -36,6 +37,9 @@ class Section:
         if name in self.__dict__:
             raise dataclasses.FrozenInstanceError(f"cannot assign to {type(self).__name__}.{name}")
         object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot delete {type(self).__name__}.{name}")
 
 
 @dataclass
@@ -97,17 +101,23 @@ class RoleConfig(Section):
 
 @dataclass
 class OffloadConfig(Section):
-    """``train``: models sleep while they are not at work."""
+    """``train``: models sleep while they are not at work. ``destroy_process_groups``: during rollouts, when everything
+    sleeps, ranks give back the memory of their communicators too, and make them again afterwards."""
 
     train: bool
+    destroy_process_groups: bool
 
 
 @dataclass
 class RestoreConfig(Section):
-    """Where one role's DDP buffers come back from: ``saver``, ``backuper``, ``main_params`` (grads: or ``none``)."""
+    """Where one role's DDP buffers come back from: ``saver``, ``backuper``, ``main_params`` (grads: or ``none``).
+
+    ``optim_keeper``: who keeps the optimizer state, ``saver`` or ``arena`` (an exact-size host arena of our own).
+    """
 
     restore_params_from: str
     restore_grads_from: str
+    optim_keeper: str
 
 
 @dataclass
@@ -237,7 +247,7 @@ def register() -> None:
         "no_backup": lambda offload, source: bool(offload) and source != "saver",
         "detect_platform": _detect_platform,
         "equal": lambda left, right: left == right,
-        "threads_per_worker": lambda nproc: max(1, _usable_cores() // int(nproc)),
+        "threads_per_worker": lambda nproc: max(1, _usable_cores() // max(1, int(nproc))),
     }.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 
@@ -247,8 +257,7 @@ def _usable_cores() -> int:
 
 
 def _detect_platform() -> str:
-    """``cuda`` where the driver shows a device, else ``cpu``; asks the driver's library, creates no CUDA context."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    """``cuda`` where the driver shows a device, else ``cpu``; torch asks the driver's library, without a context."""
     import torch
 
     return "cuda" if torch.cuda.device_count() > 0 else "cpu"
@@ -284,16 +293,21 @@ def _typed_task(task: dict[str, Any]) -> dict[str, Any]:
     target = values.pop("_target_", None)
     if not isinstance(target, str):
         raise ValueError("task has no _target_: name the task's class with task._target_=package.module.Class")
-    task_class = get_class(target)
-    if not dataclasses.is_dataclass(task_class):
-        return {"_target_": target, **values}
+    try:
+        task_class = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"task._target_={target} cannot be imported: {error}") from error
+    if not (isinstance(task_class, type) and issubclass(task_class, Task) and dataclasses.is_dataclass(task_class)):
+        raise ValueError(f"task._target_={target} is no dataclass derived from trainer.tasks.Task")
     known = [field.name for field in dataclasses.fields(task_class)]
     for key in values:
         if key not in known:
             raise ValueError(f"task.{key} is not a setting of {target}; it takes {', '.join(known)}")
-    typed = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(task_class), values), throw_on_missing=True)
+    schema = OmegaConf.create({"task": OmegaConf.structured(task_class)})  # nested, so that errors say task.<key>
+    OmegaConf.set_readonly(schema.task, False)  # which it is for a frozen dataclass
+    typed = OmegaConf.to_container(OmegaConf.merge(schema, {"task": values}), throw_on_missing=True)
     assert isinstance(typed, dict)
-    return {"_target_": target, **typed}
+    return {"_target_": target, **typed["task"]}
 
 
 def _explicit_flags(composed: DictConfig) -> Iterable[tuple[str, str]]:

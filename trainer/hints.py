@@ -24,6 +24,8 @@ REMOVED_KEYS = {
 def hint_for(error: BaseException) -> str | None:
     """A hint for the refused key that caused ``error``, or None if there is none to give."""
     for cause in _chain(error):
+        if "Recursive interpolation" in str(cause):
+            return "the options model=shared and optimizer=shared are for roles (model@roles.critic.model=shared)"
         key = getattr(cause, "full_key", None) or _key_in(str(cause))
         if key:
             return _hint_for_key(key)
@@ -40,13 +42,26 @@ def hint_for_flags(arguments: list[str]) -> str | None:
 
 
 def _hint_for_key(key: str) -> str | None:
-    last = key.rpartition(".")[2]
+    section, _, last = key.rpartition(".")
     if last in REMOVED_KEYS:
         return REMOVED_KEYS[last]
     known = list(known_keys())
-    matches = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
-    matches += [name for name in known if name.rpartition(".")[2] == last and name not in matches][:3]
-    return f"did you mean {' or '.join(matches[:3])}?" if matches else None
+    if key in known:
+        return None  # the value was refused, not the key
+    names = {_last(name) for name in known}
+    alike = difflib.get_close_matches(last, names, n=3, cutoff=0.6)
+    nearest = sorted((name for name in known if _last(name) in alike), key=lambda name: -_similarity(name, key))
+    if section.partition(".")[0] == "task" or (section and not nearest):
+        return f"python -m trainer --cfg job -p {section}, with your other overrides, shows the settings there are"
+    return f"did you mean {' or '.join(nearest[:3])}?" if nearest else None
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _similarity(left: str, right: str) -> float:
+    return difflib.SequenceMatcher(None, left, right).ratio()
 
 
 def known_keys() -> Iterator[str]:

@@ -40,6 +40,8 @@ def worker_environment(*, platform: str, sleeps: bool, threads_per_worker: int) 
         # Megatron overlaps communication by the order of kernel launches. Elastic asks in the launching
         # process whether CUDA is available, and must not initialise it there.
         environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        # Makes cuBLAS deterministic, and its workspaces 32 MiB; they stay allocated while models sleep.
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if uses_preload(platform, sleeps):
         environment["LD_PRELOAD"] = _preload()
     return environment

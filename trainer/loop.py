@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from patches.reloadable_groups import destroyed as process_groups_destroyed
 from trainer import metrics, optimizer, step
 from trainer.algo.advantages import gae, token_rewards
 from trainer.algo.kl import kl_estimate, next_kl_coef
@@ -116,10 +117,10 @@ def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: fl
         _sync_engine(run)
     with phases.phase("rollout", step=number):
         examples = run.prompts.for_step(number)
-        responses = run.engine.generate(
-            run.prompts.encode(examples),
-            seed=seed_for(config.seed, "rollout", step=number, rank=data_parallel_rank()),
-        )
+        prompts = run.prompts.encode(examples)
+        seed = seed_for(config.seed, "rollout", step=number, rank=data_parallel_rank())
+        with process_groups_destroyed():
+            responses = run.engine.generate(prompts, seed=seed)
         run.engine.sleep()
         batch = _batch_of(responses, run.prompts.scores(responses.texts, examples))
     with phases.phase("ref_log_probs", step=number), actor.awake(kinds=FORWARD, tag="ref"):
@@ -157,9 +158,10 @@ def evaluate(run: Run, *, at_step: int) -> float:
         _sync_engine(run)
         examples = run.prompts.heldout(run.config.algo.heldout_prompts)
         scores: Sequence[float] = ()
-        if examples:
-            responses = run.engine.generate(run.prompts.encode(examples), seed=0, greedy=True)
-            scores = run.prompts.scores(responses.texts, examples)
+        with process_groups_destroyed():
+            if examples:
+                responses = run.engine.generate(run.prompts.encode(examples), seed=0, greedy=True)
+                scores = run.prompts.scores(responses.texts, examples)
         run.engine.sleep()
         sums = sum_over_ranks({"score": sum(scores), "count": len(scores)})
     return sums["score"] / sums["count"]

@@ -6,9 +6,11 @@ dead blocks included, so right after the build all of them move into one exact-s
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,14 +27,20 @@ _STATE_KEYS = ("exp_avg", "exp_avg_sq")
 
 def build_optimizer(
     chunks: list[Any], role_config: RoleConfig, *, region: AbstractContextManager[None]
-) -> tuple[Any, torch.Tensor]:
-    """Megatron's optimizer over ``chunks`` and the flat fp32 tensor [n] that holds its whole state.
+) -> tuple[Any, OptimizerState]:
+    """Megatron's optimizer over ``chunks`` and its whole state in one flat tensor.
 
     Args:
         region: the flat tensor is allocated inside.
     """
+    optimizer = megatron_optimizer(chunks, role_config)
+    return optimizer, _rehome(optimizer, chunks, region)
+
+
+def megatron_optimizer(chunks: list[Any], role_config: RoleConfig) -> Any:
+    """Megatron's optimizer over ``chunks`` as Megatron makes it, its state not in one place."""
     settings = role_config.optimizer
-    optimizer = get_megatron_optimizer(
+    return get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -50,7 +58,6 @@ def build_optimizer(
         chunks,
         use_gloo_process_groups=False,
     )
-    return optimizer, _rehome(optimizer, chunks, region)
 
 
 def build_scheduler(optimizer: Any, role_config: RoleConfig, *, total_steps: int) -> OptimizerParamScheduler:
@@ -84,7 +91,35 @@ def _optimized_params(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor]]:
                 yield inner.optimizer, param
 
 
-def _rehome(optimizer: Any, chunks: list[Any], region: AbstractContextManager[None]) -> torch.Tensor:
+@dataclass(frozen=True)
+class OptimizerState:
+    """A role's main params and moments in one flat tensor, main params first.
+
+    Attributes:
+        flat: [n] fp32.
+        main_params: (main param, first element of its view in ``flat``).
+        main_size: elements of the leading part that holds main params.
+    """
+
+    flat: torch.Tensor
+    main_params: tuple[tuple[torch.Tensor, int], ...]
+    main_size: int
+
+    @contextmanager
+    def main_params_from(self, host_state: torch.Tensor) -> Iterator[None]:
+        """Let main params read from a copy of ``host_state`` [n] on the device, while ``flat`` itself sleeps."""
+        lent = host_state[: self.main_size].to(torch.cuda.current_device(), non_blocking=True)
+        own = [param.data for param, _ in self.main_params]
+        try:
+            for param, offset in self.main_params:
+                param.data = lent[offset : offset + param.numel()].view(param.shape)
+            yield
+        finally:
+            for (param, _), data in zip(self.main_params, own, strict=True):
+                param.data = data
+
+
+def _rehome(optimizer: Any, chunks: list[Any], region: AbstractContextManager[None]) -> OptimizerState:
     """Move main params and moments into one flat tensor of the region; every view starts 64-byte aligned.
 
     An fp32 parameter's main param is a view of its parameter buffer in Megatron; here it becomes a copy in the flat
@@ -92,26 +127,27 @@ def _rehome(optimizer: Any, chunks: list[Any], region: AbstractContextManager[No
     such a parameter is its own main param and stays where it is.
     """
     model_params = {id(param) for chunk in chunks for param in chunk.parameters()}
-    moves: list[tuple[torch.Tensor, torch.optim.Optimizer | None, str]] = []
-    for torch_optimizer, param in _optimized_params(optimizer):
-        if id(param) not in model_params:
-            moves.append((param, None, ""))
-        torch_optimizer.state[param] = {key: torch.zeros_like(param.data) for key in _STATE_KEYS}
-        moves += [(param, torch_optimizer, key) for key in _STATE_KEYS]
-
-    sizes = [math.ceil(param.numel() / _ALIGNMENT_ELEMENTS) * _ALIGNMENT_ELEMENTS for param, _, _ in moves]
+    optimized = list(_optimized_params(optimizer))
+    main_params = [param for _, param in optimized if id(param) not in model_params]
+    moments = [(inner.state[param], param, key) for key in _STATE_KEYS for inner, param in optimized]
+    offsets = [0, *itertools.accumulate(_aligned(param) for param in main_params)]
+    offsets += [offsets[-1] + size for size in itertools.accumulate(_aligned(param) for _, param, _ in moments)]
     with region:
-        flat = torch.zeros(sum(sizes), dtype=torch.float32, device=torch.cuda.current_device())
-    offset = 0
-    for (param, torch_optimizer, key), size in zip(moves, sizes, strict=True):
-        view = flat[offset : offset + param.numel()].view(param.shape)
-        if torch_optimizer is None:
-            view.copy_(param.data)
-            param.data = view
-        else:
-            torch_optimizer.state[param][key] = view
-        offset += size
-    return flat
+        flat = torch.zeros(offsets[-1], dtype=torch.float32, device=torch.cuda.current_device())
+
+    def view_at(offset: int, param: torch.Tensor) -> torch.Tensor:
+        return flat[offset : offset + param.numel()].view(param.shape)
+
+    for param, offset in zip(main_params, offsets, strict=False):
+        view_at(offset, param).copy_(param.data)
+        param.data = view_at(offset, param)
+    for (state, param, key), offset in zip(moments, offsets[len(main_params) :], strict=False):
+        state[key] = view_at(offset, param)
+    return OptimizerState(flat, tuple(zip(main_params, offsets, strict=False)), offsets[len(main_params)])
+
+
+def _aligned(param: torch.Tensor) -> int:
+    return math.ceil(param.numel() / _ALIGNMENT_ELEMENTS) * _ALIGNMENT_ELEMENTS
 
 
 def copy_main_to_model_params(optimizer: Any, chunks: list[Any]) -> None:

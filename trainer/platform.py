@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 
 import patches
+from patches import reloadable_groups
 from trainer.config import Config
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -20,7 +21,7 @@ def set_up(config: Config) -> list[str]:
         One line per applied patch, for the log.
     """
     torch.set_num_threads(config.launch.threads_per_worker)
-    names = ["ddp_buffer_backup", "fused_adamw", "one_rank_groups"]
+    names = ["ddp_buffer_backup", "fused_adamw", "one_rank_groups", "reloadable_groups"]
     if config.platform.name == "cpu":
         names = ["cpu_platform", *names, "cpu_saver"]
         # torch's flash kernel for CPUs takes 40 times longer than the plain one in bf16 backward passes.
@@ -36,6 +37,8 @@ def set_up_process_groups(config: Config) -> None:
     from megatron.core import parallel_state
 
     backend = "gloo" if config.platform.name == "cpu" else "nccl"
+    if config.offload.destroy_process_groups:
+        backend = reloadable_groups.register(backend)
     # Without device_id NCCL makes communicators on first use; with it, one for each of Megatron's many groups at once.
     torch.distributed.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     parallel_state.initialize_model_parallel(

@@ -7,9 +7,8 @@ and the restore of its bytes is impossible through the public methods: :meth:`Ro
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ import torch
 from trainer import optimizer as optimizers
 from trainer.backup import TensorBackuper
 from trainer.config import Config
+from trainer.memory.regions import MemoryObserver, RoleRegions
 from trainer.memory.saver import Saver
 from trainer.models.build import build_gpt, drop_caches, move_rest, named_tensors, wrap_ddp
-from trainer.plan import KINDS, NO_BUFFER, Plan
+from trainer.plan import KINDS, Plan
 
-MemoryObserver = Callable[[dict[str, Any]], None]
 TRAINING = frozenset(KINDS)
 FORWARD = frozenset({"param"})
 
@@ -43,7 +42,7 @@ class Role:
         pinned: bool,
     ) -> None:
         self.name, self.config = name, config.roles[name]
-        self._plan, self._saver, self._observe = plan, saver, observer
+        self._plan, self._regions = plan, RoleRegions(name, plan=plan, saver=saver, observer=observer)
         self._rebuilds = plan.row(name, "param").keeper == "main_params"
         gpt = build_gpt(
             self.config.model,
@@ -57,13 +56,14 @@ class Role:
                 gpt,
                 self.config.ddp,
                 disable_param_backup=bool(plan.row(name, "param").flag),
-                owner=saver.buffers_of(name),
+                owner=self._regions.ddp_buffers(),
             )
         ]
-        move_rest(self.chunks, saver.region(f"{name}/rest", backup=plan.row(name, "rest").saver_backup))
-        self.optimizer, self._optimizer_state = optimizers.build_optimizer(
-            self.chunks, self.config, region=saver.region(f"{name}/optim", backup=plan.row(name, "optim").saver_backup)
+        move_rest(self.chunks, self._regions.region("rest"))
+        self.optimizer, self._state = optimizers.build_optimizer(
+            self.chunks, self.config, region=self._regions.region("optim")
         )
+        self._regions.keep_in_arena(self._state.flat, pinned=pinned)
         self._set_param_hooks(enabled=False)
         self.backuper: TensorBackuper | None = None
         self._active_tag: str | None = name
@@ -82,23 +82,22 @@ class Role:
         return self._active_tag
 
     def is_asleep(self, kind: str) -> bool:
-        return self._saver.is_asleep(f"{self.name}/{kind}")
+        return self._regions.is_asleep(kind)
 
     def sleep(self, *, kinds: Collection[str] = TRAINING) -> None:
         """Release the buffers of ``kinds`` (those asleep already stay so). Weights trained since the last backup are
         backed up first. Raises ValueError for an unknown kind."""
         kinds = self._with_rest(kinds)
-        if "param" in kinds and not self.is_asleep("param"):
+        goes_to_sleep = "param" in kinds and self._plan.sleeps and not self.is_asleep("rest")
+        if goes_to_sleep:
             self._backup_if_trained()
             drop_caches()
+            self._active_tag = None  # before the first region goes: a sleep that fails half-way must not leave it set
         if "grad" in kinds:
             self.optimizer.zero_grad(set_to_none=True)
-        for row in self._plan.of_role(self.name):
-            if row.kind in kinds and row.keeper != NO_BUFFER and not self._saver.is_asleep(row.tag):
-                self._timed(row, "asleep", self._saver.sleep)
-                if row.kind == "rest" and self._plan.sleeps:
-                    self._active_tag = None
-                    self._observe_extra_tags()
+        self._regions.sleep(kinds, backuper_bytes=self._backuper_bytes())
+        if goes_to_sleep:
+            self._record_extra_tags()
 
     def wake_up(self, *, kinds: Collection[str] = TRAINING, tag: str | None = None) -> None:
         """Map the buffers of ``kinds`` again and restore what must be restored.
@@ -113,12 +112,12 @@ class Role:
         tag = tag or self.name
         self._check_tag(tag)
         kinds = self._with_rest(kinds)
-        if "param" in kinds and self._rebuilds and tag == self.name:
+        needs_main_params = "param" in kinds and self._rebuilds and tag == self.name
+        if needs_main_params and self._regions.host_optimizer_state is None:
             kinds = kinds | {"optim"}
-        for row in self._plan.of_role(self.name):
-            if row.kind in kinds and self._saver.is_asleep(row.tag):
-                self._timed(row, "awake", self._saver.wake_up)
+        self._regions.wake_up(kinds, backuper_bytes=self._backuper_bytes())
         if "param" in kinds and self._active_tag != tag:
+            self._backup_if_trained()
             self._switch_model(tag)
 
     @contextmanager
@@ -134,6 +133,8 @@ class Role:
         """Put the weights of ``tag`` into the awake parameters, e.g. "ref" and back to "actor"."""
         self.require(FORWARD)
         self._check_tag(tag)
+        if tag == self.name and self._rebuilds and self._regions.host_optimizer_state is None:
+            self.require({"optim"})
         self._backup_if_trained()
         self._switch_model(tag)
 
@@ -141,11 +142,16 @@ class Role:
         """Restore ``tag``, even if it is the active one: after a wake-up the parameters may hold anything."""
         if tag == self.name and (self.backuper is None or self._rebuilds):
             if self._rebuilds:
-                optimizers.copy_main_to_model_params(self.optimizer, self.chunks)
+                self._rebuild_params()
         else:
             assert self.backuper is not None
             self.backuper.restore(tag)
         self._active_tag = tag
+
+    def _rebuild_params(self) -> None:
+        host_state = self._regions.host_optimizer_state
+        with nullcontext() if host_state is None else self._state.main_params_from(host_state):
+            optimizers.copy_main_to_model_params(self.optimizer, self.chunks)
 
     def _check_tag(self, tag: str) -> None:
         if tag == self.name:
@@ -160,55 +166,28 @@ class Role:
             raise ValueError(f"unknown buffer kinds {', '.join(unknown)}; kinds are {', '.join(KINDS)}")
         return frozenset(kinds) | ({"rest", "param"} if {"param", "rest"} & set(kinds) else set())
 
-    def _timed(self, row: Any, state: str, action: Callable[[str], Any]) -> None:
-        start = time.perf_counter()
-        sizes = action(row.tag)
-        if not self._plan.sleeps:
-            return
-        backup_bytes = sizes.backup_bytes
-        if row.keeper == "backuper" and row.kind == self._backuper_kind:
-            backup_bytes += self._tag_bytes(self.name)
-        self._observe(
-            {
-                "role": self.name,
-                "kind": row.kind,
-                "state": state,
-                "flag": row.flag,
-                "keeper": row.keeper,
-                "released_bytes": sizes.released_bytes,
-                "backup_bytes": backup_bytes,
-                "seconds": time.perf_counter() - start,
-            }
-        )
-
     # ---- weights backuper --------------------------------------------------------------------------------------
 
-    @property
-    def _backuper_kind(self) -> str:
-        """The buffer kind that the backuper's copy mainly stands for."""
-        return "param" if self.config.ddp.use_distributed_optimizer else "rest"
+    def _backuper_bytes(self) -> dict[str, int]:
+        """Buffer kind -> host bytes that the backuper keeps in its stead."""
+        kind = "param" if self.config.ddp.use_distributed_optimizer else "rest"
+        if self.backuper is None or self._plan.row(self.name, kind).keeper != "backuper":
+            return {}
+        return {kind: self.backuper.bytes_of(self.name)}
 
-    def _tag_bytes(self, tag: str) -> int:
-        if self.backuper is None or tag not in self.backuper.backup_tags:
-            return 0
-        return sum(tensor.nbytes for tensor in self.backuper.get(tag).values())
-
-    def _observe_extra_tags(self) -> None:
+    def _record_extra_tags(self) -> None:
         """Record the host bytes of backups beside the one that restores the role's own parameters."""
-        is_keeper = self._plan.row(self.name, self._backuper_kind).keeper == "backuper"
         for tag in self.backuper.backup_tags if self.backuper else ():
-            if not (is_keeper and tag == self.name):
-                self._observe(
-                    {
-                        "role": self.name,
-                        "kind": f"weights/{tag}",
-                        "state": "asleep",
-                        "flag": None,
-                        "keeper": "backuper",
-                        "released_bytes": 0,
-                        "backup_bytes": self._tag_bytes(tag),
-                        "seconds": 0.0,
-                    }
+            if not (tag == self.name and self._backuper_bytes()):
+                assert self.backuper is not None
+                self._regions.record(
+                    f"weights/{tag}",
+                    state="asleep",
+                    flag=None,
+                    keeper="backuper",
+                    released_bytes=0,
+                    backup_bytes=self.backuper.bytes_of(tag),
+                    seconds=0.0,
                 )
 
     def backup(self) -> None:
@@ -216,17 +195,18 @@ class Role:
         no backuper."""
         self.require(FORWARD)
         self._backup_if_trained()
+        self._regions.start_saving()
 
     def _backup_if_trained(self) -> None:
         keeps_own_tag = self.backuper is not None and not self._rebuilds
         if keeps_own_tag and self._trained_since_backup and self._active_tag == self.name:
             assert self.backuper is not None
             self.backuper.backup(self.name)
-        self._trained_since_backup = False
+            self._trained_since_backup = False
 
     def copy_to_tag(self, dst_tag: str) -> None:
         """Keep the current weights under ``dst_tag`` too (the reference model, once the warm-up has ended)."""
-        self.require(FORWARD)
+        self.require(FORWARD, tag=self.name)
         assert self.backuper is not None
         if self._rebuilds:
             self.backuper.backup(dst_tag)
@@ -250,6 +230,7 @@ class Role:
     def training(self) -> Iterator[None]:
         """One optimizer step's forward and backward passes happen inside, then :meth:`step`."""
         self.require(TRAINING, tag=self.name)
+        self._regions.will_change()
         self._set_param_hooks(enabled=True)
         try:
             for chunk in self.chunks:
@@ -281,6 +262,7 @@ class Role:
         """Copy ``weights`` (names of :func:`named_tensors`) into the model and refresh the fp32 main params, without
         which the next optimizer step would undo the load. Raises ValueError for a name the model lacks."""
         self.require(TRAINING, tag=self.name)
+        self._regions.will_change()
         own = dict(named_tensors(self.chunks))
         unknown = sorted(set(weights) - set(own))
         if unknown:
@@ -303,7 +285,7 @@ class Role:
         for name, tensor in named_tensors(self.chunks):
             digest.update(name.encode())
             digest.update(_bytes_of(tensor))
-        digest.update(_bytes_of(self._optimizer_state))
+        digest.update(_bytes_of(self._state.flat))
         return digest.hexdigest()
 
 

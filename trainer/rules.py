@@ -6,12 +6,14 @@ changes it. :func:`check` runs them all. Nothing here imports torch.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class
 
+from trainer import limits
 from trainer.tokenizer import check_vocab_size
 
 if TYPE_CHECKING:
@@ -21,52 +23,7 @@ ExplicitFlags = Collection[tuple[str, str]]
 
 PARAM_SOURCES = ("saver", "backuper", "main_params")
 GRAD_SOURCES = ("saver", "none")
-
-# (section, field) -> allowed values, for settings that are one word out of a few.
-CHOICES = {
-    "model.dtype": ("bf16", "fp32"),
-    "optimizer.lr_schedule": ("constant", "linear", "cosine"),
-    "rollout.engine": ("hf",),
-    "algo.loss_aggregation": ("token_mean", "sequence_mean"),
-    "algo.kl.placement": ("reward", "loss"),
-    "algo.kl.estimator": ("k1", "k2", "k3"),
-    "platform.name": ("cpu", "cuda"),
-    "logger.kind": ("none", "tensorboard", "wandb"),
-    "memory.cpu_backup_backend": ("pinned", "mmap"),
-}
-
-# Settings that must lie in an interval: dotted name -> (smallest, largest or None).
-RANGES: dict[str, tuple[float, float | None]] = {
-    "algo.num_steps": (0, None),
-    "algo.warmup_steps": (0, None),
-    "algo.warmup_lr": (0, None),
-    "algo.warmup_batch_size": (1, None),
-    "algo.prompts_per_step": (1, None),
-    "algo.responses_per_prompt": (1, None),
-    "algo.epochs": (1, None),
-    "algo.minibatches": (1, None),
-    "algo.micro_batch_size": (1, None),
-    "algo.gamma": (0, 1),
-    "algo.lam": (0, 1),
-    "algo.clip_low": (0, 1),
-    "algo.clip_high": (0, None),
-    "algo.value_clip": (0, None),
-    "algo.log_ratio_clamp": (0, None),
-    "algo.entropy_coef": (0, None),
-    "algo.critic_warmup_steps": (0, None),
-    "algo.heldout_prompts": (1, None),
-    "algo.kl.coef": (0, None),
-    "algo.kl.clamp": (0, None),
-    "algo.kl.horizon": (1, None),
-    "rollout.temperature": (1e-3, None),
-    "rollout.top_p": (1e-3, 1),
-    "rollout.max_prompt_tokens": (1, None),
-    "rollout.max_new_tokens": (1, None),
-    "launch.nproc": (1, None),
-    "launch.threads_per_worker": (1, None),
-    "parallel.tp": (1, None),
-    "parallel.pp": (1, None),
-}
+OPTIM_KEEPERS = ("saver", "arena")
 
 
 def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
@@ -78,14 +35,15 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     Raises:
         ValueError: the first broken rule.
     """
-    check_choices(config)
-    check_ranges(config)
+    limits.check_choices(config)
+    limits.check_ranges(config)
     check_roles(config)
     check_ppo(config)
     check_critic_start(config)
-    check_nccl_ub(config)
-    check_restore_sources(config)
     check_explicit_flags(config, explicit_flags)
+    check_nccl_ub(config)
+    check_destroy_process_groups(config)
+    check_restore_sources(config)
     check_flags_against_sources(config)
     check_main_params_source(config)
     check_overlap(config)
@@ -96,40 +54,6 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     check_lengths(config)
     check_task(config)
     check_tokenizer(config)
-
-
-def _lookup(config: Any, dotted: str) -> Any:
-    for name in dotted.split("."):
-        config = getattr(config, name)
-    return config
-
-
-def _role_settings(config: Config, section: str, field: str) -> Iterator[tuple[str, Any]]:
-    for role, role_config in config.roles.items():
-        yield f"roles.{role}.{section}.{field}", _lookup(role_config, f"{section}.{field}")
-
-
-def check_choices(config: Config) -> None:
-    for dotted, allowed in CHOICES.items():
-        section, _, field = dotted.partition(".")
-        settings = [(dotted, _lookup(config, dotted))]
-        if section in ("model", "optimizer"):
-            settings += _role_settings(config, section, field)
-        for name, value in settings:
-            if value not in allowed:
-                raise ValueError(f"{name}={value}: must be one of {', '.join(allowed)}")
-
-
-def check_ranges(config: Config) -> None:
-    settings = [(dotted, _lookup(config, dotted), bounds) for dotted, bounds in RANGES.items()]
-    for role, role_config in config.roles.items():
-        optimizer = role_config.optimizer
-        settings.append((f"roles.{role}.optimizer.lr", optimizer.lr, (0, None)))
-        settings.append((f"roles.{role}.optimizer.clip_grad", optimizer.clip_grad, (0, None)))
-    for name, value, (smallest, largest) in settings:
-        if value is not None and not (smallest <= value and (largest is None or value <= largest)):
-            limits = f"at least {smallest}" if largest is None else f"between {smallest} and {largest}"
-            raise ValueError(f"{name}={value}: must be {limits}")
 
 
 def check_roles(config: Config) -> None:
@@ -156,8 +80,8 @@ def check_ppo(config: Config) -> None:
 def check_critic_start(config: Config) -> None:
     if config.critic_starts_from_actor and config.roles["actor"].model != config.roles["critic"].model:
         raise ValueError(
-            "algo.start_critic_from_actor=true needs the same roles.actor.model and roles.critic.model: make them equal, "
-            "or use algo.start_critic_from_actor=null or false"
+            "algo.start_critic_from_actor=true needs the same roles.actor.model and roles.critic.model: make them "
+            "equal, or use algo.start_critic_from_actor=null or false"
         )
 
 
@@ -173,6 +97,14 @@ def check_nccl_ub(config: Config) -> None:
             )
 
 
+def check_destroy_process_groups(config: Config) -> None:
+    if config.offload.destroy_process_groups and not config.offload.train:
+        raise ValueError(
+            "offload.destroy_process_groups=true with offload=none: communicators are destroyed while everything sleeps, "
+            "and nothing does. Use offload=train, or offload.destroy_process_groups=false"
+        )
+
+
 def _restore(config: Config, role: str) -> Any:
     return getattr(config.memory, role)
 
@@ -180,7 +112,11 @@ def _restore(config: Config, role: str) -> Any:
 def check_restore_sources(config: Config) -> None:
     for role in config.roles:
         restore = _restore(config, role)
-        for field, allowed in (("restore_params_from", PARAM_SOURCES), ("restore_grads_from", GRAD_SOURCES)):
+        for field, allowed in (
+            ("restore_params_from", PARAM_SOURCES),
+            ("restore_grads_from", GRAD_SOURCES),
+            ("optim_keeper", OPTIM_KEEPERS),
+        ):
             value = getattr(restore, field)
             if value not in allowed:
                 raise ValueError(f"memory.{role}.{field}={value}: must be one of {', '.join(allowed)}")
@@ -215,15 +151,16 @@ def check_flags_against_sources(config: Config) -> None:
         return
     for role, role_config in config.roles.items():
         restore = _restore(config, role)
+        params_policy = "memory=lean or memory=rebuild" if role == "actor" else "memory=rebuild"
         for kind, flag, source, policy in (
-            ("param", "disable_param_buffers_cpu_backup", restore.restore_params_from, "lean (actor) or rebuild"),
-            ("grad", "disable_grad_buffers_cpu_backup", restore.restore_grads_from, "no_grads"),
+            ("param", "disable_param_buffers_cpu_backup", restore.restore_params_from, params_policy),
+            ("grad", "disable_grad_buffers_cpu_backup", restore.restore_grads_from, "memory=no_grads"),
         ):
             applies = kind == "grad" or role_config.ddp.use_distributed_optimizer
             if applies and getattr(role_config.ddp, flag) and source == "saver":
                 raise ValueError(
                     f"roles.{role}.ddp.{flag}=true but memory.{role}.restore_{kind}s_from=saver: the {role} would "
-                    f"wake up with garbage, since the saver keeps no copy. The policy that drops it: memory={policy}"
+                    f"wake up with garbage, since the saver keeps no copy. What drops it safely: {policy}"
                 )
 
 
@@ -265,18 +202,27 @@ def check_world_size(config: Config) -> None:
         )
 
 
+def _model_key(config: Config, role: str, field: str) -> str:
+    """The override that changes the setting: the top-level one as long as the role agrees with it."""
+    shared = getattr(config.model, field) == getattr(config.roles[role].model, field)
+    return f"model.{field}" if shared else f"roles.{role}.model.{field}"
+
+
 def check_model_shapes(config: Config) -> None:
     for role, role_config in config.roles.items():
         model, name, tp = role_config.model, f"roles.{role}.model", config.parallel.tp
-        if model.hidden_size % model.heads:
-            raise ValueError(f"{name}.hidden_size={model.hidden_size} is no multiple of {name}.heads={model.heads}")
-        if (model.hidden_size // model.heads) % 2:
+        if model.hidden_size % (2 * model.heads):
             raise ValueError(
-                f"{name}: hidden_size / heads = {model.hidden_size // model.heads} must be even (rotary positions "
-                f"turn pairs); change {name}.heads={model.heads} or {name}.hidden_size={model.hidden_size}"
+                f"{name}.hidden_size={model.hidden_size} is no multiple of 2 * {name}.heads = 2 * {model.heads} "
+                f"(rotary positions turn pairs): use "
+                f"{_model_key(config, role, 'hidden_size')}={_next(model.hidden_size, 2 * model.heads)}"
             )
         if model.heads % model.kv_heads:
-            raise ValueError(f"{name}.heads={model.heads} is no multiple of {name}.kv_heads={model.kv_heads}")
+            fits = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
+            raise ValueError(
+                f"{name}.heads={model.heads} is no multiple of {name}.kv_heads={model.kv_heads}: "
+                f"use {_model_key(config, role, 'kv_heads')}={' or '.join(map(str, fits))}"
+            )
         shared = [n for n in (model.heads, model.kv_heads, model.ffn_size) if n % tp]
         if shared:
             sizes = range(1, model.heads + 1)
@@ -297,11 +243,15 @@ def check_batch_sizes(config: Config) -> None:
     samples = algo.prompts_per_step * algo.responses_per_prompt
     unit = dp * algo.minibatches * algo.micro_batch_size
     if samples % unit:
+        prompts = _next(algo.prompts_per_step, math.lcm(dp, unit // math.gcd(unit, algo.responses_per_prompt)))
+        per_minibatch, rest = divmod(samples, dp * algo.minibatches)
+        fits = [size for size in range(1, algo.micro_batch_size + 1) if not rest and per_minibatch % size == 0]
+        smaller = f" or algo.micro_batch_size={fits[-1]}" if fits and per_minibatch else ""
         raise ValueError(
             f"algo.prompts_per_step * algo.responses_per_prompt = {algo.prompts_per_step} * "
             f"{algo.responses_per_prompt} = {samples} is no multiple of data-parallel size * algo.minibatches * "
             f"algo.micro_batch_size = {dp} * {algo.minibatches} * {algo.micro_batch_size} = {unit}: use "
-            f"algo.micro_batch_size={max(1, samples // (dp * algo.minibatches))} or another number of prompts"
+            f"algo.prompts_per_step={prompts}{smaller}"
         )
     if algo.warmup_batch_size % dp:
         raise ValueError(
@@ -321,7 +271,7 @@ def check_lengths(config: Config) -> None:
             raise ValueError(
                 f"rollout.max_prompt_tokens + rollout.max_new_tokens = {config.rollout.max_prompt_tokens} + "
                 f"{config.rollout.max_new_tokens} = {length} exceeds roles.{role}.model.max_length="
-                f"{role_config.model.max_length}: use model.max_length={length} or shorter sequences"
+                f"{role_config.model.max_length}: use {_model_key(config, role, 'max_length')}={length} or shorter sequences"
             )
 
 

@@ -19,6 +19,9 @@ CASES = {
     "no_grads": ("memory=no_grads",),
     "lean": ("memory=lean",),
     "rebuild": ("memory=rebuild",),
+    "full_arena": ("memory=full", "memory.actor.optim_keeper=arena", "memory.critic.optim_keeper=arena"),
+    "lean_saver": ("memory=lean", "memory.actor.optim_keeper=saver", "memory.critic.optim_keeper=saver"),
+    "rebuild_saver": ("memory=rebuild", "memory.actor.optim_keeper=saver", "memory.critic.optim_keeper=saver"),
 }
 
 
@@ -37,7 +40,7 @@ def numbers(result):
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_every_policy_computes_the_bits_of_offload_none(nproc, tmp_path):
     results = run_cases(CASES, nproc=nproc, log_dir=tmp_path)
-    assert [results[name]["slept"] for name in CASES] == [False, True, True, True, True]
+    assert [name for name in CASES if not results[name]["slept"]] == ["none"]
     last = results["none"]["metrics"][-1]
     assert {"weights_sha256/actor", "weights_sha256/critic", "heldout_accuracy"} <= last.keys()
     assert all(math.isfinite(v) for v in last.values() if isinstance(v, float))

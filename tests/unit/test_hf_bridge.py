@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron_world import one_rank_world
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 import conf
+from tests.megatron_world import one_rank_world
 from trainer.config import ModelConfig, ParallelConfig
 from trainer.models.build import build_gpt, named_tensors
 from trainer.models.hf_bridge import from_hf, hf_config, to_hf

@@ -46,7 +46,11 @@ def saver():
 def regions(saver: Any, chunk: Any) -> list[dict[str, tuple[str, bool] | None]]:
     """Per buffer, dense ones first: kind -> (tag, has a backup), None for ordinary memory."""
     return [
-        {kind: saver.region_of(data) for kind in ("param", "grad") if (data := getattr(buffer, f"{kind}_data")) is not None}
+        {
+            kind: saver.region_of(data)
+            for kind in ("param", "grad")
+            if (data := getattr(buffer, f"{kind}_data")) is not None
+        }
         for buffer in chunk.buffers + chunk.expert_parallel_buffers
     ]
 
@@ -165,7 +169,7 @@ def direct_buffer(*, nccl_ub: bool = False, **flags: bool) -> Any:
         "params_with_names": [(param, "weight") for param in params],
         "data_parallel_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "bucket_size": None,
-        "param_to_name": {param: "weight" for param in params},
+        "param_to_name": dict.fromkeys(params, "weight"),
         "gradient_scaling_factor": 1.0,
         "param_indices": [0],
         "nccl_ub": nccl_ub,
@@ -196,9 +200,7 @@ def test_nccl_user_buffers_with_an_owner_are_refused(saver):
 
 
 @pytest.mark.parametrize(("flags", "flag"), [(GRAD, GRAD_FLAG), (PARAM, PARAM_FLAG)])
-def test_a_missing_torch_memory_saver_is_an_error_that_names_the_flag_and_the_package(
-    saver, monkeypatch, flags, flag
-):
+def test_a_missing_torch_memory_saver_is_an_error_that_names_the_flag_and_the_package(saver, monkeypatch, flags, flag):
     monkeypatch.setitem(sys.modules, "torch_memory_saver", None)
     with pytest.raises(ImportError, match=f"{flag}.*pip install torch-memory-saver"):
         wrap(torch.nn.Linear(4, 4), **flags)

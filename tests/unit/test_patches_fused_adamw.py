@@ -70,7 +70,9 @@ def test_a_saved_state_continues_like_the_unbroken_run():
     assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
 
 
-@pytest.mark.parametrize(("setting", "name"), [({"adam_w_mode": False}, "adam_w_mode"), ({"capturable": True}, "capturable")])
+@pytest.mark.parametrize(
+    ("setting", "name"), [({"adam_w_mode": False}, "adam_w_mode"), ({"capturable": True}, "capturable")]
+)
 def test_what_it_cannot_do_is_refused(setting, name):
     with pytest.raises(ValueError, match=name):
         FusedShapeAdamW([torch.nn.Parameter(torch.ones(1))], **setting)

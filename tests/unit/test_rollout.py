@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron_world import one_rank_world
 
+from tests.megatron_world import one_rank_world
 from trainer.algo.log_probs import log_probs_from_logits
 from trainer.config import ModelConfig, ParallelConfig, RolloutConfig
 from trainer.memory.saver import MemorySaver, NullSaver

@@ -2,14 +2,15 @@
 
 ``torch.empty(pin_memory=True)`` rounds every tensor up to a power of two; an arena is one anonymous mmap, page-locked
 with cudaHostRegister where a GPU copies from it. Touching it with huge pages and several threads first makes the
-registration about seven times faster than cudaMallocHost.
+registration about seven times faster than cudaMallocHost, and it runs in the background while models are built.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 
@@ -23,19 +24,20 @@ def _aligned(size_bytes: int) -> int:
 
 
 class HostArena:
-    """Anonymous host memory that lives as long as a tensor cut from it, or the arena, does."""
+    """Anonymous host memory that lives as long as the arena, or a tensor cut from it, does."""
 
     def __init__(self, size_bytes: int, *, pinned: bool) -> None:
-        """Allocate ``size_bytes``. Raises RuntimeError if the driver cannot page-lock that much."""
+        """Reserve ``size_bytes``; with ``pinned`` start page-locking them for GPU copies in the background."""
         self.size_bytes = size_bytes
         memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._flat = torch.frombuffer(memory, dtype=torch.uint8)
         self._used_bytes = 0
-        self._registered = False
+        self._pinning: Future[None] | None = None
         if pinned and size_bytes:
             memory.madvise(_MADV_HUGEPAGE)
-            self._touch()
-            self._register()
+            executor = ThreadPoolExecutor(1, thread_name_prefix="pin")
+            self._pinning = executor.submit(self._pin, torch.cuda.current_device())
+            executor.shutdown(wait=False)
 
     @staticmethod
     def bytes_needed(tensors: Iterable[torch.Tensor]) -> int:
@@ -49,20 +51,24 @@ class HostArena:
         assert self._used_bytes <= self.size_bytes, "the arena is full"
         return self._flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
-    def _touch(self) -> None:
-        pieces = self._flat.tensor_split(_TOUCH_THREADS)
-        with ThreadPoolExecutor(_TOUCH_THREADS) as pool:
-            list(pool.map(lambda piece: piece.zero_(), pieces))
+    def wait_until_pinned(self) -> None:
+        """Block until page-locking is done, before the first copy. Raises RuntimeError if the driver refused."""
+        if self._pinning is not None:
+            self._pinning.result()
 
-    def _register(self) -> None:
+    def _pin(self, device: int) -> None:
+        torch.cuda.set_device(device)
+        with ThreadPoolExecutor(_TOUCH_THREADS) as pool:
+            list(pool.map(torch.Tensor.zero_, self._flat.tensor_split(_TOUCH_THREADS)))
         error = torch.cuda.cudart().cudaHostRegister(self._flat.data_ptr(), self.size_bytes, 0)
         if int(error) != 0:
             raise RuntimeError(
                 f"the CUDA driver could not page-lock {self.size_bytes / 2**30:.2f} GiB of host memory ({error}); "
                 "another memory policy keeps less of it (memory=rebuild keeps least)"
             )
-        self._registered = True
 
     def __del__(self) -> None:
-        if getattr(self, "_registered", False):
-            torch.cuda.cudart().cudaHostUnregister(self._flat.data_ptr())
+        with suppress(Exception):  # at interpreter exit torch may be gone, and the driver frees everything
+            if self._pinning is not None and self._pinning.exception() is None:
+                torch.cuda.synchronize()
+                torch.cuda.cudart().cudaHostUnregister(self._flat.data_ptr())

@@ -6,7 +6,7 @@ Read from the MemPools that it keeps per (tag, backup, ...) key; one module know
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,16 +30,16 @@ class CudaRegions:
         """Bytes of the allocator's segments of ``tag``; with ``backup`` only those that have one (or have none)."""
         return sum(segment["total_size"] for segment in self._segments(tag, backup=backup))
 
-    def check_room(self, tag: str) -> None:
-        """Raise MemoryError, naming what is missing, where the device has too little free memory to wake ``tag``."""
-        needed = self.resident_bytes(tag)
+    def check_room(self, tags: Sequence[str]) -> None:
+        """Raise MemoryError, naming what is missing, where the device has too little free memory to wake ``tags``."""
+        needed = sum(self.resident_bytes(tag) for tag in tags)
         free, total = torch.cuda.mem_get_info()
         if needed > free:
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info()
         if needed > free:
             raise MemoryError(
-                f"waking {tag} needs {needed / 2**30:.2f} GiB of GPU memory and {free / 2**30:.2f} of "
+                f"waking {', '.join(tags)} needs {needed / 2**30:.2f} GiB of GPU memory and {free / 2**30:.2f} of "
                 f"{total / 2**30:.2f} GiB are free: {(needed - free) / 2**30:.2f} GiB are missing. Let another role "
                 "or the rollout engine sleep first, or use smaller micro-batches (algo.micro_batch_size)"
             )

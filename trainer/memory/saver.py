@@ -6,6 +6,7 @@ Python, and a wrong call is an exception. This module and ``patches`` are the on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -46,6 +47,10 @@ class Saver(Protocol):
 
     def is_asleep(self, tag: str) -> bool: ...
 
+    def check_room(self, tags: Sequence[str]) -> None:
+        """Raise MemoryError if the device has too little free memory to wake all of ``tags``."""
+        ...
+
 
 class NullSaver:
     """``offload=none``: regions are ordinary memory and never sleep."""
@@ -66,6 +71,9 @@ class NullSaver:
 
     def is_asleep(self, tag: str) -> bool:
         return False
+
+    def check_room(self, tags: Sequence[str]) -> None:
+        pass
 
 
 class MemorySaver:
@@ -117,12 +125,15 @@ class MemorySaver:
         if not self._asleep.get(tag, False):
             raise RuntimeError(f"region {tag} is awake already")
         sizes = self._sizes(tag)
-        self._pools.check_room(tag)
+        self.check_room([tag])
         self._tms.resume(tag)
         self._asleep[tag] = False
         if self._poison:
             self._pools.fill_with_poison(tag)
         return sizes
+
+    def check_room(self, tags: Sequence[str]) -> None:
+        self._pools.check_room(tags)
 
     def _sizes(self, tag: str) -> RegionBytes:
         return RegionBytes(

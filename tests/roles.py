@@ -1,0 +1,99 @@
+"""Real roles of a tiny model in this process, and batches for them to work on."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import patches
+from tests.composing import SMALL, config_of
+from trainer import optimizer, step
+from trainer.config import Config
+from trainer.memory.saver import make_saver
+from trainer.models.build import named_tensors
+from trainer.plan import make_plan
+from trainer.role import Role
+
+VOCAB_SIZE = 64
+POLICIES = ("full", "no_grads", "lean", "rebuild")
+
+
+def fresh_saver() -> None:
+    """Forget the regions of earlier roles."""
+    patches.revert("cpu_saver")
+    patches.apply("cpu_saver")
+
+
+def small_config(*overrides: str) -> Config:
+    return config_of(*SMALL, *overrides)
+
+
+def make_role(name: str, *overrides: str, events: list[dict[str, Any]] | None = None, seed: int = 1) -> Role:
+    """An awake role; a critic's value head, which starts at zero, gets random weights, so that its body learns too."""
+    config = small_config(*overrides)
+    role = Role(
+        name,
+        config,
+        plan=make_plan(config),
+        saver=make_saver(config),
+        vocab_size=VOCAB_SIZE,
+        seed=seed,
+        observer=([] if events is None else events).append,
+        pinned=False,
+    )
+    if name == "critic":
+        head = dict(named_tensors(role.chunks))["chunk0.output_layer.weight"]
+        role.load_weights({"chunk0.output_layer.weight": normal(head.shape, seed=seed)})
+    return role
+
+
+def normal(shape: Any, *, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_batch(lengths: list[int], *, prompt: int = 3, seed: int = 0) -> dict[str, Tensor]:
+    """Random sequences with responses of these lengths, padding with id 0, and something for every loss to read."""
+    shape = (len(lengths), prompt + max(lengths) + 1)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, VOCAB_SIZE, shape, generator=generator)
+    column, length = torch.arange(shape[1])[None], torch.tensor(lengths)[:, None]
+    mask = ((column >= prompt) & (column < prompt + length))[:, 1:]
+    per_token = (shape[0], shape[1] - 1)
+    return {
+        "tokens": tokens.where(column < prompt + length, 0),
+        "response_mask": mask,
+        "old_log_probs": torch.full(per_token, -4.0).where(mask, 0.0),
+        "ref_log_probs": torch.full(per_token, -4.1).where(mask, 0.0),
+        "advantages": normal(per_token, seed=seed + 1).where(mask, 0.0),
+        "values": normal(per_token, seed=seed + 2).where(mask, 0.0),
+        "returns": normal(per_token, seed=seed + 3).where(mask, 0.0),
+    }
+
+
+def loss_of(role: Role, *overrides: str) -> step.Loss:
+    """PPO's loss for the role."""
+    settings = small_config(*overrides).algo
+    if role.name == "critic":
+        return step.value_loss(settings)
+    return step.policy_loss(settings, temperature=1.0, vocab_size=VOCAB_SIZE, kl_coef=settings.kl.coef)
+
+
+def train(role: Role, *, lr: float = 1e-2, steps: int = 1, lengths: tuple[int, ...] = (1, 5, 3, 2)) -> None:
+    """PPO steps on random sequences; the weights move."""
+    for number in range(steps):
+        optimizer.set_learning_rate(role.optimizer, lr)
+        sums = step.train_minibatch(role, make_batch(list(lengths), seed=number), loss_of(role), micro_batch_size=2)
+        assert sums["skipped"] == 0.0
+
+
+def weights_of(role: Role) -> dict[str, Tensor]:
+    """Copies of the role's awake tensors."""
+    return {name: tensor.detach().clone() for name, tensor in named_tensors(role.chunks)}
+
+
+def same_weights(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def ddp_buffers(role: Role) -> list[Any]:
+    return [buffer for chunk in role.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]

@@ -1,0 +1,57 @@
+"""HostArena: exactly the memory asked for, in aligned pieces that outlive it."""
+
+import gc
+
+import psutil
+import pytest
+import torch
+
+from trainer.memory.arena import HostArena
+
+MIB = 1 << 20
+
+
+def test_pieces_lie_one_after_the_other_and_64_byte_aligned():
+    tensors = [torch.empty(3, 5, dtype=torch.bfloat16), torch.empty(7), torch.empty(()), torch.empty(65, dtype=torch.int8)]
+    assert HostArena.bytes_needed(tensors) == 64 + 64 + 64 + 128
+    arena = HostArena(HostArena.bytes_needed(tensors), pinned=False)
+    pieces = [arena.empty_like(tensor) for tensor in tensors]
+    start = pieces[0].data_ptr()
+    assert [piece.data_ptr() - start for piece in pieces] == [0, 64, 128, 192]
+    assert start % 64 == 0
+    assert [(p.shape, p.dtype) for p in pieces] == [(t.shape, t.dtype) for t in tensors]
+    for number, piece in enumerate(pieces):
+        piece.fill_(number + 1)
+    assert [set(piece.flatten().tolist()) for piece in pieces] == [{1}, {2}, {3}, {4}]
+
+
+def test_a_piece_of_a_transposed_tensor_is_contiguous():
+    piece = HostArena(MIB, pinned=False).empty_like(torch.empty(3, 4).t())
+    assert piece.shape == (4, 3)
+    assert piece.is_contiguous()
+
+
+def test_more_than_was_asked_for_is_our_own_bug():
+    arena = HostArena(64, pinned=False)
+    arena.empty_like(torch.empty(16))
+    with pytest.raises(AssertionError, match="full"):
+        arena.empty_like(torch.empty(1))
+
+
+def test_an_empty_arena_gives_empty_tensors():
+    assert HostArena(0, pinned=False).empty_like(torch.empty(0)).numel() == 0
+
+
+def test_memory_comes_with_the_arena_and_goes_with_its_last_piece():
+    def rss_mib():
+        gc.collect()
+        return psutil.Process().memory_info().rss / MIB
+
+    before = rss_mib()
+    arena = HostArena(64 * MIB, pinned=False)
+    piece = arena.empty_like(torch.empty(16 * MIB)).fill_(1.0)
+    assert rss_mib() - before == pytest.approx(64, abs=2)
+    del arena
+    assert piece.sum().item() == 16 * MIB
+    del piece
+    assert rss_mib() - before == pytest.approx(0, abs=2)

@@ -1,0 +1,268 @@
+"""Every option composes; a value reaches what it should; configs are typed, frozen, picklable and hashed whole."""
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import conf
+from tests.composing import composed, config_of
+from trainer import config as configuration
+from trainer.config import Config, config_hash, to_plain
+
+CONF = Path(conf.__path__[0])
+GROUPS = {path.name: sorted(option.stem for option in path.glob("*.yaml")) for path in CONF.iterdir() if path.is_dir()}
+GROUPS.pop("__pycache__", None)
+OPTIONS = [(group, option) for group, options in GROUPS.items() for option in options]
+
+# Options that need more than their name, and those that are for one role only.
+NEEDS = {("task", "jsonl"): ["task.path={jsonl}"], ("task", "reasoning_gym"): ["task.dataset=chain_sum"]}
+ROLE_OPTIONS = {
+    ("model", "shared"): "model@roles.actor.model=shared",
+    ("optimizer", "shared"): "optimizer@roles.actor.optimizer=shared",
+    ("role", "actor"): "role@roles.actor=actor",
+    ("role", "critic"): "role@roles.critic=critic",
+}
+
+
+@pytest.fixture
+def jsonl(tmp_path) -> Path:
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(f'{{"prompt": "{n} + 1 =", "answer": "{n + 1}"}}\n' for n in range(20)))
+    return path
+
+
+def choices_of(*overrides: str) -> dict[str, str]:
+    """The option that each group of the command came to."""
+    configuration.register()
+    with initialize_config_module("conf", version_base="1.3"):
+        composed = compose("train", overrides=list(overrides), return_hydra_config=True)
+    return dict(composed.hydra.runtime.choices)
+
+
+def leaves(value, prefix="") -> list[tuple[str, object]]:
+    """(dotted path, value) of everything that is no mapping."""
+    if isinstance(value, dict) and value:
+        return [leaf for key, child in value.items() for leaf in leaves(child, f"{prefix}.{key}" if prefix else key)]
+    return [(prefix, value)]
+
+
+def test_every_group_is_in_the_defaults_list_and_in_the_help():
+    text = (CONF / "train.yaml").read_text()
+    defaults = yaml.safe_load(text)["defaults"]
+    assert not [entry for entry in defaults if "override" in str(entry)]  # they would win over an experiment's
+    groups = {key.partition("@")[0] for entry in defaults if isinstance(entry, dict) for key in entry}
+    assert groups == set(GROUPS)
+    lines = yaml.safe_load((CONF / "help.yaml").read_text())["template"].splitlines()
+    described = {line.split()[0]: line for line in lines if line.strip()}
+    for group, option in OPTIONS:
+        if (group, option) not in ROLE_OPTIONS:
+            assert option in described[group], f"--help does not name {group}={option}"
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_validates_and_its_values_arrive(group, option, jsonl):
+    override = ROLE_OPTIONS.get((group, option), f"{group}={option}")
+    if option == "reasoning_gym" or option == "chain_sum":
+        pytest.importorskip("reasoning_gym")
+    config = config_of(override, *(need.format(jsonl=jsonl) for need in NEEDS.get((group, option), [])))
+
+    assert choices_of(override)[override.partition("=")[0]] == option
+    content = OmegaConf.load(CONF / group / f"{option}.yaml") or {}
+    at = override.partition("=")[0].partition("@")[2]
+    if "@package _global_" not in (CONF / group / f"{option}.yaml").read_text():
+        content = {at or group: OmegaConf.to_container(content)}
+    plain = dict(leaves(to_plain(config)))
+    for path, value in leaves(dict(content)):
+        if "defaults" in path or "${" in str(value) or value == "???":
+            continue
+        value = type(plain.get(path, value))(value) if isinstance(value, str) else value  # 1e-6 is a str in YAML 1.1
+        found = plain.get(path, to_plain(config))
+        assert found == value, path
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), [(group, name) for group in ("experiment", "debug") for name in GROUPS[group]]
+)
+def test_what_an_experiment_chooses_is_chosen(group, name):
+    content = yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) or {}
+    wanted = {}
+    for entry in content.get("defaults", []):
+        if isinstance(entry, dict):
+            wanted |= {key.removeprefix("override /"): value for key, value in entry.items()}
+    chosen = choices_of(f"{group}={name}")
+    assert {key: chosen[key] for key in wanted} == wanted
+
+
+def test_an_experiment_file_of_the_user_overrides_groups_of_everything(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\n"
+        "defaults:\n"
+        "  - override /memory: rebuild\n"
+        "  - override /model: small\n"
+        "  - override /model@roles.critic.model: tiny\n"
+        "algo: {num_steps: 7}\n"
+    )
+    overrides = ["experiment=mine", f"hydra.searchpath=[file://{tmp_path}]"]
+    chosen, config = choices_of(*overrides), config_of(*overrides)
+    assert (chosen["memory"], chosen["model"], chosen["model@roles.critic.model"]) == ("rebuild", "small", "tiny")
+    assert config.memory.critic.restore_params_from == "main_params"
+    assert config.algo.num_steps == 7
+    assert (config.roles["actor"].model.layers, config.roles["critic"].model.layers) == (6, 4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "actor", "critic"),
+    [
+        ([], (4, 128), (4, 128)),
+        (["model=small"], (6, 256), (6, 256)),
+        (["model.layers=3"], (3, 128), (3, 128)),
+        (["model@roles.critic.model=small"], (4, 128), (6, 256)),
+        (["roles.critic.model.layers=8"], (4, 128), (8, 128)),
+        (["model=small", "roles.actor.model.layers=2"], (2, 256), (6, 256)),
+        (["model.layers=3", "model@roles.critic.model=small"], (3, 128), (6, 256)),
+    ],
+)
+def test_which_roles_a_model_override_reaches(overrides, actor, critic):
+    roles = config_of(*overrides).roles
+    assert (roles["actor"].model.layers, roles["actor"].model.hidden_size) == actor
+    assert (roles["critic"].model.layers, roles["critic"].model.hidden_size) == critic
+
+
+@pytest.mark.parametrize(
+    ("overrides", "actor", "critic"),
+    [
+        ([], (0.9, 3e-4), (0.9, 1e-3)),
+        (["optimizer.beta1=0.5"], (0.5, 3e-4), (0.5, 1e-3)),
+        (["roles.critic.optimizer.beta1=0.5"], (0.9, 3e-4), (0.5, 1e-3)),
+        (["optimizer.beta1=0.5", "optimizer@roles.critic.optimizer=adamw"], (0.5, 3e-4), (0.9, 1e-3)),
+        (["roles.actor.optimizer.lr='1e-5'"], (0.9, 1e-5), (0.9, 1e-3)),  # a quoted number is a number
+    ],
+)
+def test_which_roles_an_optimizer_override_reaches(overrides, actor, critic):
+    roles = config_of(*overrides).roles
+    assert (roles["actor"].optimizer.beta1, roles["actor"].optimizer.lr) == actor
+    assert (roles["critic"].optimizer.beta1, roles["critic"].optimizer.lr) == critic
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["task=jsonl"], r"no value given for task.path: add task.path=\.\.\."),
+        (["+task.foo=1"], "task.foo is not a setting of .*ArithmeticTask; it takes max_operand, operations"),
+        (["task._target_=nowhere.Task"], "task._target_=nowhere.Task cannot be imported"),
+        (["task._target_=builtins.dict"], "task._target_=builtins.dict is no dataclass derived from trainer.tasks.Task"),
+    ],
+)
+def test_what_the_user_can_get_wrong_is_named(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(*overrides)
+
+
+def test_what_is_suggested_for_a_missing_value_works(jsonl):
+    assert config_of("task=jsonl", f"task.path={jsonl}").task["path"] == str(jsonl)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("+algo.micro_batchsize=3", "algo.micro_batchsize"),  # `+` gets by Hydra's own check
+        ("++algo.micro_batchsize=3", "algo.micro_batchsize"),
+        ("+roles.actor.ddp.foo=1", "roles.actor.ddp.foo"),
+        ("+memory.actor.foo=1", "memory.actor.foo"),
+        ("task.max_operand=abc", "task.max_operand"),
+    ],
+)
+def test_unknown_keys_and_wrong_types_are_refused_by_full_name(override, key):
+    with pytest.raises(OmegaConfBaseException) as caught:
+        config_of(override)
+    assert caught.value.full_key == key
+
+
+@pytest.mark.parametrize("override", ["roles.actor.optimizer.lr=abc", "algo.num_steps=1.5", "algo.foo=1"])
+def test_hydra_itself_refuses_what_the_schema_does(override):
+    with pytest.raises(Exception, match=override.partition("=")[0].replace(".", r"\.")):
+        composed(override)
+
+
+def sections(config: Config):
+    yield config
+    for value in vars(config).values():
+        for child in value.values() if isinstance(value, dict) else [value]:
+            if dataclasses.is_dataclass(child):
+                yield from sections(child)
+
+
+def test_sections_are_immutable_and_pickle():
+    config = config_of("tags=[a,b]")
+    assert pickle.loads(pickle.dumps(config)) == config
+    seen = set()
+    for section in sections(config):
+        seen.add(type(section).__name__)
+        name = dataclasses.fields(section)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(section, name, 1)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            delattr(section, name)
+    assert {"Config", "DdpConfig", "KlConfig", "RestoreConfig", "ModelConfig", "AlgoConfig"} <= seen
+
+
+def flipped(config: Config, path: str) -> Config:
+    """The config with the leaf at ``path`` changed to another value of its kind; nothing is validated."""
+    first, _, rest = path.partition(".")
+    if isinstance(config, dict):
+        return {**config, first: flipped(config[first], rest) if rest else other(config[first])}
+    value = getattr(config, first)
+    return dataclasses.replace(config, **{first: flipped(value, rest) if rest else other(value)})
+
+
+def other(value):
+    match value:
+        case bool():
+            return not value
+        case int() | float():
+            return value + 1
+        case str():
+            return value + "x"
+        case list() | tuple():
+            return [*value, "x"]
+        case None:
+            return 1.5
+    raise AssertionError(value)
+
+
+def test_the_hash_sees_every_leaf():
+    config = config_of()
+    hashes = {"": config_hash(config)}
+    for path, _ in leaves(to_plain(config)):
+        changed = flipped(config, path)
+        assert to_plain(changed) != to_plain(config), path
+        hashes[path] = config_hash(changed)
+    assert len(hashes) > 90
+    assert len(set(hashes.values())) == len(hashes)
+
+
+def test_the_hash_is_the_same_in_another_process():
+    command = "from tests.composing import config_of; from trainer.config import config_hash; print(config_hash(config_of()))"
+    done = subprocess.run(
+        [sys.executable, "-c", command], cwd=CONF.parent, capture_output=True, text=True, env={"PYTHONHASHSEED": "5"}
+    )
+    assert done.stdout.strip() == config_hash(config_of()), done.stderr
+    assert len(config_hash(config_of())) == 16
+
+
+def test_platform_and_threads_resolve_to_values():
+    config = config_of("launch.nproc=1000", "algo.prompts_per_step=1000", "algo.micro_batch_size=2",
+                       "algo.warmup_batch_size=1000")  # fmt: skip
+    assert config.launch.threads_per_worker == 1
+    assert config_of().platform.name in ("cpu", "cuda")
+    assert config_of("platform=cpu").memory.poison is True
+    assert config_of("platform=cuda").memory.poison is False

@@ -1,0 +1,88 @@
+"""What a refused key is answered with."""
+
+import dataclasses
+
+import pytest
+from hydra.errors import ConfigCompositionException
+
+from tests.composing import composed, config_of
+from trainer.config import Config
+from trainer.hints import hint_for, hint_for_flags, known_keys
+
+
+def hint_of(*overrides: str) -> str | None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011  (Hydra's or omegaconf's)
+        config_of(*overrides)
+    return hint_for(caught.value)
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+@pytest.mark.parametrize(
+    ("key", "first"),
+    [
+        ("algo.micro_batchsize", "algo.micro_batch_size"),
+        ("algo.epoch", "algo.epochs"),
+        ("launch.nprocs", "launch.nproc"),
+        ("roles.actor.ddp.disable_param_buffer_cpu_backup", "roles.actor.ddp.disable_param_buffers_cpu_backup"),
+        ("roles.critic.model.layer", "roles.critic.model.layers"),
+        ("rolout", "rollout"),
+    ],
+)
+def test_a_misspelt_key_gets_the_nearest(plus, key, first):
+    hint = hint_of(f"{plus}{key}=1")
+    assert hint is not None
+    assert hint.startswith(f"did you mean {first}")
+    assert hint.count(" or ") <= 2
+
+
+def test_a_key_in_the_wrong_section_is_found():
+    hint = hint_of("algo.lr=1")
+    assert hint is not None
+    assert "roles.actor.optimizer.lr" in hint
+    assert "roles.critic.optimizer.lr" in hint
+
+
+@pytest.mark.parametrize("key", ["disable_weights_backuper", "enable_weights_backuper", "roles.actor.disable_weights_backuper"])
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_the_switch_of_the_backuper_says_what_replaced_it(plus, key):
+    hint = hint_of(f"{plus}{key}=true")
+    assert hint is not None
+    assert "no switch for the weights backuper any more" in hint
+    assert "memory=rebuild" in hint
+    assert config_of("memory=rebuild").memory.actor.restore_params_from == "main_params"
+
+
+@pytest.mark.parametrize("argument", ["--disable-weights-backuper", "--enable_weights_backuper=0", "--offload-train"])
+def test_flags_in_the_style_of_argparse(argument):
+    hint = hint_for_flags(["seed=1", argument])
+    assert hint is not None
+    assert "memory=rebuild" in hint or "offload=train" in hint
+    assert hint_for_flags(["seed=1", "memory=lean", "--multirun"]) is None
+
+
+def test_settings_that_there_is_nothing_like_show_where_to_look():
+    for section, override in {"task": "task.foo=1", "algo": "algo.zzzzzz=1"}.items():
+        hint = hint_of(override)
+        assert hint is not None
+        assert f"--cfg job -p {section}," in hint
+
+
+@pytest.mark.parametrize("override", ["roles.actor.optimizer.lr=abc", "roles.actor.ddp=null", "memory=leam"])
+def test_no_hint_where_the_key_is_right(override):
+    assert hint_of(override) is None
+
+
+def test_the_option_for_roles_at_the_top_level():
+    hint = hint_of("model=shared")
+    assert hint is not None
+    assert "model@roles.critic.model=shared" in hint
+
+
+def test_known_keys_are_the_schema():
+    keys = set(known_keys())
+    assert {field.name for field in dataclasses.fields(Config)} <= keys
+    assert {"algo.kl.coef", "roles.actor.ddp.nccl_ub", "memory.critic.restore_grads_from"} <= keys
+    for key in ("algo.kl.coef", "roles.critic.optimizer.lr"):
+        composed(f"{key}=1")
+        with pytest.raises(ConfigCompositionException):
+            composed(f"{key}_=1")

@@ -1,0 +1,499 @@
+"""Roles asleep and awake: whatever is called in whatever order, no weight is lost, no garbage is computed with."""
+
+import gc
+import itertools
+
+import psutil
+import pytest
+import torch
+from torch_memory_saver import torch_memory_saver
+
+import patches
+from tests.megatron_world import one_rank_world
+from tests.roles import (
+    POLICIES,
+    VOCAB_SIZE,
+    ddp_buffers,
+    fresh_saver,
+    loss_of,
+    make_batch,
+    make_role,
+    same_weights,
+    train,
+    weights_of,
+)
+from trainer import step
+from trainer.backup import TensorBackuper
+from trainer.loop import start_critic_from
+from trainer.models.build import named_tensors
+from trainer.optimizer import inner_optimizers
+from trainer.plan import KINDS
+from trainer.role import FORWARD, Role
+
+MIB = 1 << 20
+MEDIUM = ("model.layers=2", "model.hidden_size=512", "model.ffn_size=1536")  # 6M parameters, 100 MB awake
+NO_DISTRIBUTED_OPTIMIZER = "roles.actor.ddp.use_distributed_optimizer=false"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with one_rank_world():
+        patches.apply("one_rank_groups")
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def saver(world):
+    gc.collect()
+    fresh_saver()
+
+
+def log_probs(role):
+    batch = make_batch([3, 5])
+    return step.log_probs(role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, micro_batch_size=2)[0]
+
+
+# ---- any order ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["actor", "critic"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_subset_of_kinds_sleeps_and_comes_back_with_the_same_bits(name, policy):
+    role = make_role(name, f"memory={policy}")
+    train(role)
+    expected = role.weights_sha256()
+    for size in range(len(KINDS) + 1):
+        for kinds in itertools.combinations(KINDS, size):
+            role.sleep(kinds=kinds)
+            asleep = set(kinds) | ({"param", "rest"} if {"param", "rest"} & set(kinds) else set())
+            assert {kind for kind in KINDS if role.is_asleep(kind)} == asleep
+            role.sleep(kinds=kinds)
+            role.wake_up(kinds=kinds)
+            role.wake_up()
+            assert role.weights_sha256() == expected, kinds
+
+
+def test_waking_first_sleeping_twice_and_waking_twice_are_no_ops():
+    events = []
+    role = make_role("actor", events=events)
+    expected = role.weights_sha256()
+    role.wake_up()
+    assert events == []
+    role.sleep()
+    asleep = [event["kind"] for event in events]
+    assert asleep == [*KINDS]
+    role.sleep()
+    assert len(events) == len(asleep)
+    role.wake_up()
+    role.wake_up()
+    assert [event["state"] for event in events] == ["asleep"] * 4 + ["awake"] * 4
+    assert role.weights_sha256() == expected
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda role: role.wake_up(kinds={"params"}), "unknown buffer kinds params.*param, grad, optim, rest"),
+        (lambda role: role.sleep(kinds={"param", "weights"}), "unknown buffer kinds weights"),
+        (lambda role: role.wake_up(tag="old_actor"), "'old_actor'.*backed-up tags: actor"),
+    ],
+)
+def test_unknown_kinds_and_tags_are_refused_before_anything_moves(asleep, call, message):
+    role = make_role("actor")
+    expected = role.weights_sha256()
+    if asleep:
+        role.sleep()
+    with pytest.raises(ValueError, match=message):
+        call(role)
+    assert {role.is_asleep(kind) for kind in KINDS} == {asleep}
+    role.wake_up()
+    assert role.weights_sha256() == expected
+
+
+def test_a_critic_has_no_tags_but_its_own():
+    critic = make_role("critic")
+    with pytest.raises(ValueError, match="critic has no weights backuper.*'ref'"):
+        critic.wake_up(tag="ref")
+    critic.wake_up(tag="critic")
+    assert critic.active_tag == "critic"
+
+
+# ---- nothing computes with what was not restored -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["full", "lean", "rebuild"])
+def test_forward_passes_need_parameters_and_training_needs_everything(policy):
+    role = make_role("actor", f"memory={policy}")
+    expected = log_probs(role)
+    role.sleep()
+    assert role.active_tag is None
+    with pytest.raises(RuntimeError, match="actor's param, rest buffers are asleep"):
+        log_probs(role)
+    role.wake_up(kinds={"grad"})
+    with pytest.raises(RuntimeError, match="asleep"):
+        log_probs(role)
+    role.wake_up(kinds=FORWARD)
+    assert torch.equal(log_probs(role), expected)
+    role.sleep(kinds={"grad", "optim"})
+    for call in (lambda: train(role), role.step, role.weights_sha256, lambda: role.load_weights({})):
+        with pytest.raises(RuntimeError, match="actor's grad, optim buffers are asleep"):
+            call()
+    role.wake_up()
+    train(role)
+
+
+def test_the_reference_cannot_be_trained_by_mistake():
+    role = make_role("actor")
+    role.copy_to_tag("ref")
+    train(role)
+    expected = role.weights_sha256()
+    role.wake_up(tag="ref")
+    for call in (lambda: train(role), role.step, lambda: role.load_weights({}), lambda: role.copy_to_tag("other")):
+        with pytest.raises(RuntimeError, match="holds the weights of 'ref', not 'actor'"):
+            call()
+    role.wake_up()
+    assert role.weights_sha256() == expected
+
+
+def test_a_failed_sleep_or_wake_up_leaves_no_garbage_behind(monkeypatch):
+    """The saver fails between the parameters and the optimizer state; the next call mends it."""
+    role = make_role("actor")
+    train(role)
+    expected = role.weights_sha256()
+
+    def fail(tag):
+        raise MemoryError(tag)
+
+    saver = role._regions._saver
+    for method in ("sleep", "wake_up"):
+        original = getattr(saver, method)
+        with monkeypatch.context() as patch:
+            patch.setattr(saver, method, lambda tag, original=original: (fail if "optim" in tag else original)(tag))
+            with pytest.raises(MemoryError):
+                getattr(role, method)()
+        with pytest.raises(RuntimeError):
+            log_probs(role)
+        if method == "sleep":
+            role.wake_up()
+            assert role.weights_sha256() == expected
+            role.sleep()
+    role.wake_up()
+    assert role.weights_sha256() == expected
+
+
+def test_gradients_are_garbage_after_a_wake_up_and_zero_before_every_use():
+    """Padding included: the gradient norm covers it."""
+    for name in ("actor", "critic"):
+        role = make_role(name, "model.hidden_size=40", "model.heads=2", "model.kv_heads=2")
+        assert sum(buffer.grad_data.numel() for buffer in ddp_buffers(role)) > role.parameter_count()
+        train(role)
+        role.sleep()
+        role.wake_up()
+        assert all(buffer.grad_data.isnan().all() for buffer in ddp_buffers(role))
+        with role.training():
+            assert not any(buffer.grad_data.any() for buffer in ddp_buffers(role))
+        role.sleep()
+        role.wake_up()
+        train(role)
+        assert all(tensor.isfinite().all() for tensor in weights_of(role).values())
+
+
+# ---- tags ----------------------------------------------------------------------------------------------------------
+
+
+class RestoreLog:
+    """Names of the tags that backupers restore and of the model switches, in order."""
+
+    def __init__(self, monkeypatch):
+        self.calls: list[str] = []
+        for owner, name in ((TensorBackuper, "restore"), (Role, "_switch_model")):
+            original = getattr(owner, name)
+
+            def spy(self_, tag, original=original, name=name):
+                self.calls.append(f"{name} {tag}")
+                return original(self_, tag)
+
+            monkeypatch.setattr(owner, name, spy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_waking_straight_to_the_reference_restores_nothing_else(policy, monkeypatch):
+    role = make_role("actor", f"memory={policy}")
+    role.copy_to_tag("ref")
+    reference = weights_of(role)
+    train(role)
+    log = RestoreLog(monkeypatch)
+    with role.awake(kinds=FORWARD, tag="ref"):
+        pass  # it was awake, with other weights
+    log.calls.clear()
+    with role.awake(kinds=FORWARD, tag="ref"):
+        assert log.calls == ["_switch_model ref", "restore ref"]
+        assert role.active_tag == "ref"
+        assert same_weights(weights_of(role), reference)
+        assert role.is_asleep("optim")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_waking_parameters_ends_in_a_restore_even_of_the_active_tag(policy, monkeypatch):
+    role = make_role("actor", f"memory={policy}")
+    expected = role.weights_sha256()
+    log = RestoreLog(monkeypatch)
+    role.sleep(kinds=FORWARD)
+    role.wake_up(kinds=FORWARD)
+    assert log.calls == ["_switch_model actor", *(["restore actor"] if policy != "rebuild" else [])]
+    assert role.weights_sha256() == expected
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_actor_reference_actor_is_bit_equal(policy):
+    role = make_role("actor", f"memory={policy}")
+    role.copy_to_tag("ref")
+    reference = log_probs(role)
+    train(role)
+    trained, expected = log_probs(role), role.weights_sha256()
+    assert not torch.equal(trained, reference)
+    role.switch_to("ref")
+    assert torch.equal(log_probs(role), reference)
+    role.switch_to("actor")
+    assert torch.equal(log_probs(role), trained)
+    with role.awake(kinds=FORWARD, tag="ref"):
+        assert torch.equal(log_probs(role), reference)
+    with role.awake(kinds=FORWARD):
+        assert torch.equal(log_probs(role), trained)
+    role.wake_up()
+    assert role.weights_sha256() == expected
+
+
+LEAVING = {
+    "sleep": lambda role: role.sleep(),
+    "sleep_param": lambda role: role.sleep(kinds={"param"}),
+    "switch_to": lambda role: role.switch_to("ref"),
+    "wake_up_to_ref": lambda role: role.wake_up(tag="ref"),
+    "wake_up_to_ref_forward": lambda role: role.wake_up(kinds=FORWARD, tag="ref"),
+}
+
+
+@pytest.mark.parametrize("leave", LEAVING)
+@pytest.mark.parametrize("overrides", [("memory=full",), ("memory=lean",), ("memory=rebuild",), ("offload=none",)])
+def test_training_that_nobody_backed_up_is_kept(overrides, leave):
+    role = make_role("actor", *overrides)
+    role.copy_to_tag("ref")
+    train(role)
+    expected = role.weights_sha256()
+    LEAVING[leave](role)
+    role.sleep()
+    role.wake_up()
+    assert role.weights_sha256() == expected
+
+
+def test_main_params_that_sleep_are_read_from_their_host_copy_or_not_at_all():
+    """Under memory=rebuild the actor's weights come from the optimizer state."""
+    for keeper in ("arena", "saver"):
+        fresh_saver()
+        role = make_role("actor", "memory=rebuild", f"memory.actor.optim_keeper={keeper}")
+        role.copy_to_tag("ref")
+        train(role)
+        trained, expected = weights_of(role), role.weights_sha256()
+        role.sleep()
+        role.wake_up(kinds=FORWARD, tag="ref")
+        if keeper == "arena":
+            role.switch_to("actor")
+        else:
+            with pytest.raises(RuntimeError, match="optim buffers are asleep"):
+                role.switch_to("actor")
+            assert role.active_tag == "ref"
+            role.wake_up(kinds=FORWARD)
+        assert role.is_asleep("optim") == (keeper == "arena")
+        assert same_weights(weights_of(role), trained)
+        role.wake_up()
+        assert role.weights_sha256() == expected
+
+
+# ---- main params follow the weights --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["actor", "critic"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("model.dtype=fp32",),
+        ("memory=rebuild",),
+        (NO_DISTRIBUTED_OPTIMIZER, NO_DISTRIBUTED_OPTIMIZER.replace("actor", "critic")),
+        ("optimizer.weight_decay=0.1",),
+    ],
+    ids=["bf16", "fp32", "rebuild", "plain-optimizer", "weight-decay"],
+)
+def test_a_step_with_learning_rate_zero_changes_nothing(name, overrides):
+    role = make_role(name, *overrides)
+    train(role, steps=2)  # moments are not zero
+    loaded = {key: tensor * 1.5 for key, tensor in weights_of(role).items()}
+    role.load_weights(loaded)
+    train(role, lr=0.0)
+    assert same_weights(weights_of(role), loaded)
+    role.sleep()
+    role.wake_up()
+    train(role, lr=0.0)
+    assert same_weights(weights_of(role), loaded)
+
+
+def test_a_critic_started_from_the_actor_has_its_body_and_its_own_head():
+    actor, critic = make_role("actor"), make_role("critic", seed=2)
+    train(actor)
+    actor.backup()
+    body = {name: tensor for name, tensor in weights_of(actor).items() if "output_layer" not in name}
+    head = weights_of(critic)["chunk0.output_layer.weight"]
+    assert head.shape == (1, 64)
+    assert not same_weights({name: weights_of(critic)[name] for name in body}, body)
+    start_critic_from(actor.backuper.get("actor"), critic)
+    expected = body | {"chunk0.output_layer.weight": head}
+    assert same_weights(weights_of(critic), expected)
+    train(critic, lr=0.0)
+    assert same_weights(weights_of(critic), expected)
+
+
+def test_unknown_weights_are_refused():
+    role = make_role("actor")
+    expected = role.weights_sha256()
+    with pytest.raises(ValueError, match=r"the actor has no tensors called chunk0\.lm_head"):
+        role.load_weights({"chunk0.lm_head": torch.ones(1), **weights_of(role)})
+    assert role.weights_sha256() == expected
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+def rss_bytes():
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+def region_bytes(role, *, backup=None):
+    return sum(torch_memory_saver._impl.resident_bytes(f"{role.name}/{kind}", backup=backup) for kind in KINDS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rss_falls_by_what_is_released_and_stays_flat(policy):
+    events = []
+    role = make_role("actor", f"memory={policy}", *MEDIUM, events=events)
+    train(role)
+    role.backup()
+    awake, asleep = [], []
+    for _ in range(10):
+        role.sleep()
+        asleep.append(rss_bytes())
+        role.wake_up()
+        awake.append(rss_bytes())
+    falls = region_bytes(role) - region_bytes(role, backup=True)
+    assert awake[-1] - asleep[-1] == pytest.approx(falls, rel=0.05, abs=MIB)
+    assert max(asleep[2:]) - min(asleep[2:]) < MIB
+    assert max(awake[2:]) - min(awake[2:]) < MIB
+    first_sleep = [event for event in events if event["state"] == "asleep"][: 5 if policy in ("full", "no_grads") else 4]
+    per_parameter = {"full": 20, "no_grads": 16, "lean": 14, "rebuild": 12}[policy]
+    host_bytes = sum(event["backup_bytes"] for event in first_sleep)
+    assert host_bytes == pytest.approx(per_parameter * role.parameter_count(), rel=0.02)
+    assert sum(event["released_bytes"] for event in first_sleep) == region_bytes(role)
+
+
+def tensors_alive():
+    gc.collect()
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", ["actor", "critic"])
+@pytest.mark.parametrize("overrides", [(), ("model.dtype=fp32",)], ids=["bf16", "fp32"])
+def test_every_tensor_of_a_sleeping_role_is_in_a_region_or_a_backup(name, overrides):
+    """With a 64 KiB bound, as befits the size of the model; most weights, moments and the rotary cache are above."""
+    before = {tensor.untyped_storage().data_ptr() for tensor in tensors_alive()}
+    role = make_role(name, "model.hidden_size=128", "model.ffn_size=256", *overrides)
+    train(role, lengths=(90, 5))
+    role.sleep()
+    arenas = [arena for arena, _ in role.backuper._tags.values()] if role.backuper else []
+    arenas = {arena._flat.data_ptr() for arena in [*arenas, role._regions._arena._arena]}
+    regions = set()
+    for tensor in tensors_alive():
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < 1 << 16 or storage.data_ptr() in before | arenas:
+            continue
+        region = torch_memory_saver._impl.region_of(tensor)
+        assert region is not None, (tuple(tensor.shape), tensor.dtype)
+        regions.add(region[0])
+    assert regions == {f"{name}/param", f"{name}/grad", f"{name}/optim"}
+
+
+def test_both_buffers_of_a_critic_sleep():
+    """The bf16 body's and the fp32 value head's; the rotary table is neither's."""
+    critic = make_role("critic")
+    assert sorted(str(buffer.param_dtype) for buffer in ddp_buffers(critic)) == ["torch.bfloat16", "torch.float32"]
+    region_of = torch_memory_saver._impl.region_of
+    for buffer in ddp_buffers(critic):
+        assert region_of(buffer.param_data) == ("critic/param", True)
+        assert region_of(buffer.grad_data) == ("critic/grad", False)
+    in_buffers = {id(parameter) for buffer in ddp_buffers(critic) for parameter in buffer.params}
+    rest = {name: region_of(t) for name, t in named_tensors(critic.chunks) if id(t) not in in_buffers}
+    assert rest == {"chunk0.rotary_pos_emb.inv_freq": ("critic/rest", True)}
+    assert region_of(critic._state.flat)[0] == "critic/optim"
+    moments = [inner.optimizer.state[p] for inner in inner_optimizers(critic.optimizer) for p in inner.optimizer.state]
+    assert len(moments) == len(in_buffers)
+    assert {region_of(tensor)[0] for both in moments for tensor in both.values()} == {"critic/optim"}
+
+
+def test_asleep_bytes_are_the_same_after_every_path():
+    role = make_role("actor")
+    role.copy_to_tag("ref")
+
+    def asleep():
+        assert all(role.is_asleep(kind) for kind in KINDS)
+        return torch_memory_saver._impl.resident_bytes("actor/param"), region_bytes(role), role.backuper.host_bytes
+
+    role.sleep()
+    expected = asleep()
+    poisoned = make_batch([3, 2]) | {"advantages": torch.full((2, 6), torch.inf)}
+
+    def forward():
+        log_probs(role)
+
+    def failed_step():
+        assert step.train_minibatch(role, poisoned, loss_of(role), micro_batch_size=2)["skipped"] == 1.0
+
+    def interrupted():
+        with role.training():
+            raise KeyboardInterrupt
+
+    for path, error in ((lambda: train(role), None), (failed_step, None), (forward, None), (interrupted, KeyboardInterrupt)):
+        try:
+            with role.awake():
+                path()
+        except BaseException as raised:
+            assert type(raised) is error
+        assert asleep() == expected
+    with role.awake(kinds=FORWARD, tag="ref"):
+        forward()
+    assert asleep() == expected
+    with pytest.raises(ValueError, match="'old_actor'"), role.awake(tag="old_actor"):
+        pass
+    assert asleep() == expected
+
+
+def test_offload_none_pins_nothing_sleeps_nothing_and_keeps_only_what_switching_needs():
+    events = []
+    actor, critic = (make_role(name, "offload=none", events=events) for name in ("actor", "critic"))
+    addresses = [buffer.param_data.data_ptr() for buffer in ddp_buffers(actor)]
+    for role in (actor, critic):
+        train(role)
+        expected = role.weights_sha256()
+        role.sleep()
+        assert not any(role.is_asleep(kind) for kind in KINDS)
+        assert role.active_tag == role.name
+        assert role.weights_sha256() == expected
+    assert events == []
+    assert torch_memory_saver._impl._regions == {}
+    assert [buffer.param_data.data_ptr() for buffer in ddp_buffers(actor)] == addresses
+    assert critic.backuper is None
+    assert actor.backuper.backup_tags == ("actor",)
+    assert not any(arena._pinning for arena, _ in actor.backuper._tags.values())
+    assert actor._regions._arena is None

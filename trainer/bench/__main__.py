@@ -1,0 +1,120 @@
+"""``python -m trainer.bench``: compose one config per case, launch fresh workers for each, show one table.
+
+A case that fails prints its traceback; the others go on. Results are written after every case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+from trainer import config as configuration
+from trainer.bench import cases, measure
+from trainer.bench.cases import CASES, BenchConfig, BenchRoot, Case, CaseJob
+from trainer.bench.table import bench_table, document, summarize
+from trainer.config import Config
+from trainer.hints import hint_for
+from trainer.launch import WorkerError, launch
+from trainer.launch_environment import worker_environment
+from trainer.report import read_records
+
+RECORDS_FILE = "bench.jsonl"
+TABLE_FILE = "bench.md"
+
+
+def bench_of(composed: DictConfig) -> BenchConfig:
+    """The typed section ``bench``; merged once more, because ``+key`` overrides bypass the schema."""
+    bench = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(BenchConfig), composed.bench))
+    assert isinstance(bench, BenchConfig)
+    return bench
+
+
+def config_of(case: Case, overrides: list[str]) -> Config:
+    """The validated config of one case under the command's overrides; Hydra must be initialized."""
+    composed = hydra.compose("bench", overrides=[*overrides, *case.overrides])
+    keys = [field.name for field in dataclasses.fields(Config)]
+    return configuration.to_config(OmegaConf.masked_copy(composed, keys))
+
+
+def run(bench: BenchConfig, configs: Mapping[str, Config], directory: Path, console: Console) -> bool:
+    """Measure every case of ``configs``, add the records to those in the directory, and say whether all went well."""
+    first = next(iter(configs.values()))
+    roofline = _run_workers(measure.measure_roofline, CaseJob(first, bench, None), "roofline", directory, console)
+    failed = "error" in roofline
+    for name, config in configs.items():
+        case = CASES[name]
+        record: dict[str, Any] = {"case": name, "config_hash": configuration.config_hash(config)}
+        if case.needs_gpu and config.platform.name == "cpu":
+            record["error"] = "needs a GPU"
+        else:
+            console.print(f"{name}: {case.meaning}")
+            job = CaseJob(config, bench, case.peer)
+            record |= _run_workers(measure.run_case, job, name, directory, console)
+            failed |= "error" in record or not record["bits_kept"]
+        if "error" not in record:
+            record["roofline"] = None if "error" in roofline else roofline
+            record["summary"] = summarize(record)
+        with (directory / RECORDS_FILE).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        newest = {record["case"]: record for record in read_records(directory / RECORDS_FILE)}
+        records = [newest[known] for known in CASES if known in newest]
+        (directory / TABLE_FILE).write_text(document(records, cases={n: c.meaning for n, c in CASES.items()}))
+        console.print(bench_table(records))
+    console.print(f"table: {directory / TABLE_FILE}   all numbers: {directory / RECORDS_FILE}", soft_wrap=True)
+    return not failed
+
+
+def _run_workers(worker: Any, job: CaseJob, name: str, directory: Path, console: Console) -> dict[str, Any]:
+    """What rank 0 returned, or {"error": ...} after showing the tracebacks."""
+    config, log_dir = job.config, cases.log_dir(directory, name)
+    try:
+        environment = worker_environment(
+            platform=config.platform.name,
+            sleeps=config.offload.train,
+            threads_per_worker=config.launch.threads_per_worker,
+        )
+        return launch(worker, job, nproc=config.launch.nproc, log_dir=log_dir, environment=environment)
+    except (WorkerError, ValueError) as error:
+        for path in sorted(log_dir.glob("*.traceback")):
+            console.print(path.read_text(), markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{name} failed: {error}", markup=False, soft_wrap=True)
+        return {"error": str(error)}
+
+
+@hydra.main(config_path="pkg://conf", config_name="bench", version_base="1.3")
+def _hydra_job(composed: DictConfig) -> None:
+    settings = HydraConfig.get()
+    directory, overrides = Path(settings.runtime.output_dir).absolute(), list(settings.overrides.task)
+    os.chdir(settings.runtime.cwd)
+    try:
+        bench = bench_of(composed)
+        cases.check(bench, overrides)
+        configs = {name: config_of(CASES[name], overrides) for name in bench.cases}
+    except (ValueError, OmegaConfBaseException) as error:
+        hint = hint_for(error)
+        print(f"error: {error}" + (f"\nhint: {hint}" if hint else ""), file=sys.stderr)
+        sys.exit(1)
+    if not run(bench, configs, directory, Console(width=None if sys.stdout.isatty() else 240)):
+        sys.exit(1)
+
+
+def main() -> None:
+    configuration.register()
+    ConfigStore.instance().store(name="bench_schema", node=BenchRoot)
+    _hydra_job()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""How others offload, re-enacted for comparison. Nothing here is part of the product, which never imports it.
+
+- :class:`MegatronOffload` calls megatron-core's own functions (https://github.com/NVIDIA/Megatron-LM).
+- :class:`SlimeLike` follows slime (https://github.com/THUDM/slime) with its flags for DDP buffers without a backup: a
+  pinned copy per tensor for the actor, the saver for the rest. Left out: slime also destroys its NCCL groups.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer import optimizer as optimizers
+from trainer.config import Config
+from trainer.memory.regions import MemoryObserver, RoleRegions
+from trainer.memory.saver import Saver
+from trainer.models.build import build_gpt, drop_caches, move_rest, named_tensors, wrap_ddp
+from trainer.plan import KINDS, Plan
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a role is built from besides its config, as in :class:`trainer.role.Role`."""
+
+    plan: Plan
+    saver: Saver
+    vocab_size: int
+    seed: int
+    observer: MemoryObserver
+    pinned: bool
+
+
+class _Peer:
+    """What the benchmark calls on a role. Megatron's optimizer stays as Megatron makes it."""
+
+    optimizer: Any
+
+    def __init__(self, name: str, config: Config, *, parts: Parts, owner: AbstractContextManager[None]) -> None:
+        self.name, self._config, self._parts = name, config.roles[name], parts
+        gpt = build_gpt(
+            self._config.model,
+            vocab_size=parts.vocab_size,
+            parallel=config.parallel,
+            seed=parts.seed,
+            value_head=name == "critic",
+        )
+        flag = bool(parts.plan.row(name, "param").flag)
+        self.chunks: list[Any] = [wrap_ddp(gpt, self._config.ddp, disable_param_backup=flag, owner=owner)]
+
+    def parameter_count(self) -> int:
+        return sum(param.numel() for chunk in self.chunks for param in chunk.parameters())
+
+    def backup(self) -> None:
+        """Both copy when they fall asleep."""
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad(set_to_none=True)
+        yield
+
+    def step(self) -> tuple[bool, float]:
+        return optimizers.step(self.optimizer)
+
+
+class MegatronOffload(_Peer):
+    """DDP buffers through ``_ParamAndGradBuffer.offload_to_cpu``, the state through ``optimizer.offload_to_cpu``."""
+
+    def __init__(self, name: str, config: Config, *, parts: Parts) -> None:
+        super().__init__(name, config, parts=parts, owner=nullcontext())
+        self.optimizer = optimizers.megatron_optimizer(self.chunks, self._config)
+        self._buffers = [b for chunk in self.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+
+    def sleep(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.offload_to_cpu()  # first, since fp32 main params are views of the parameter buffer
+        for buffer in self._buffers:
+            buffer.offload_to_cpu()
+        torch.cuda.empty_cache()
+        self._record("asleep")
+
+    def wake_up(self) -> None:
+        for buffer in self._buffers:
+            buffer.reload_from_cpu()
+        self.optimizer.restore_from_cpu()
+        self._record("awake")
+
+    def _record(self, state: str) -> None:
+        params = [buffer.param_data_cpu for buffer in self._buffers]
+        optim = sum(tensor.nbytes for tensor in state_tensors(self.optimizer))
+        sizes = {"param": sum(_pinned_bytes(tensor) for tensor in params), "optim": optim}
+        for kind, size in sizes.items():
+            self._parts.observer({"role": self.name, "kind": kind, "state": state, "backup_bytes": size})
+
+
+class SlimeLike(_Peer):
+    """Regions as under ``memory=lean``, but dead blocks of the first step and power-of-two copies stay in them."""
+
+    def __init__(self, name: str, config: Config, *, parts: Parts) -> None:
+        self._regions = RoleRegions(name, plan=parts.plan, saver=parts.saver, observer=parts.observer)
+        super().__init__(name, config, parts=parts, owner=self._regions.ddp_buffers())
+        move_rest(self.chunks, self._regions.region("rest"))
+        with self._regions.region("optim"):
+            self.optimizer = optimizers.megatron_optimizer(self.chunks, self._config)
+        self._has_state = False
+        self._copies: dict[str, torch.Tensor] = {}
+        if name == "actor":
+            for key, tensor in named_tensors(self.chunks):
+                self._copies[key] = torch.empty_like(tensor, device="cpu", pin_memory=parts.pinned)
+
+    def step(self) -> tuple[bool, float]:
+        if self._has_state:
+            return super().step()
+        self._has_state = True
+        with self._regions.region("optim"):
+            return super().step()
+
+    def sleep(self) -> None:
+        for key, tensor in named_tensors(self.chunks) if self._copies else ():
+            self._copies[key].copy_(tensor.detach(), non_blocking=True)
+        self.optimizer.zero_grad(set_to_none=True)
+        drop_caches()
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._regions.sleep(KINDS, backuper_bytes=self._backuper_bytes())
+
+    def wake_up(self) -> None:
+        self._regions.wake_up(KINDS, backuper_bytes=self._backuper_bytes())
+        with torch.no_grad():
+            for key, tensor in named_tensors(self.chunks) if self._copies else ():
+                tensor.copy_(self._copies[key], non_blocking=True)
+        torch.cuda.synchronize()
+
+    def _backuper_bytes(self) -> dict[str, int]:
+        copies = self._copies.values()
+        return {"param": sum(_pinned_bytes(copy) if self._parts.pinned else copy.nbytes for copy in copies)}
+
+
+def _pinned_bytes(tensor: torch.Tensor) -> int:
+    """torch's pinned allocator rounds every tensor up to a power of two."""
+    return 1 << (tensor.nbytes - 1).bit_length()
+
+
+def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Every tensor that an optimizer works on: main params and moments, in a fixed order."""
+    for inner in optimizers.inner_optimizers(optimizer):
+        for group in inner.optimizer.param_groups:
+            for param in group["params"]:
+                yield param.data
+                yield from (value for value in inner.optimizer.state[param].values() if torch.is_tensor(value))

@@ -1,0 +1,131 @@
+"""What the measurements mean: per case the derived numbers, and all cases in one table. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from trainer.report.tables import UNKNOWN, Table
+
+Record = Mapping[str, Any]
+
+COLUMNS = (
+    "case",
+    "host B/param asleep",
+    "host GiB measured (unexplained)",
+    "GPU GiB left",
+    "build s",
+    "actor sleep s first / steady",
+    "critic sleep s first / steady",
+    "actor wake s",
+    "critic wake s",
+    "sleep GB/s (of copy)",
+    "wake GB/s (of copy)",
+    "cycle s",
+    "floor s",
+    "bits kept",
+)
+
+
+def summarize(record: Record) -> dict[str, Any]:
+    """The numbers of one case that the table shows.
+
+    ``steady`` times are medians over all cycles but the first. Bytes per second count what has a host copy; the floor
+    of a cycle is copying that much each way at the measured rate of plain copies.
+    """
+    cycles, parameters, roofline = record["cycles"], record["parameters"], record["roofline"]
+    later, last = cycles[1:] or cycles, cycles[-1]
+    host = {role: _backup_bytes(last["sleep_events"], role) for role in parameters}
+    total = sum(host.values())
+    measured = last["memory_asleep"]["pss_bytes"] - record["memory_baseline"]["pss_bytes"]
+    summary: dict[str, Any] = {
+        "host_bytes": host,
+        "host_bytes_per_parameter": {role: host[role] / parameters[role] for role in parameters},
+        "measured_host_bytes": measured,
+        "unexplained_share": (measured - total) / total,
+        "gpu_left_bytes": last["memory_asleep"]["gpu_used_bytes"],
+        "cycle_seconds": 0.0,
+        "floor_seconds": None,
+    }
+    for name, direction in (("sleep", "to_host"), ("wake", "to_device")):
+        key = f"{name}_seconds"
+        steady = {role: median(cycle[key][role] for cycle in later) for role in parameters}
+        rate = total / sum(steady.values())
+        summary[f"{key}_first"], summary[f"{key}_steady"] = cycles[0][key], steady
+        summary[f"{name}_bytes_per_second"] = rate
+        summary[f"{name}_share_of_roofline"] = rate / roofline[direction] if roofline else None
+        summary["cycle_seconds"] += sum(steady.values())
+    if roofline:
+        summary["floor_seconds"] = total / roofline["to_host"] + total / roofline["to_device"]
+    return summary
+
+
+def _backup_bytes(events: Iterable[Record], role: str) -> int:
+    return sum(event["backup_bytes"] for event in events if event["role"] == role)
+
+
+def bench_table(records: Sequence[Record]) -> Table:
+    """One row per case; a case that failed, or that this machine cannot run, says so."""
+    rows = []
+    for record in records:
+        if "summary" in record:
+            rows.append(_row(record))
+        else:
+            rows.append((record["case"], record["error"].splitlines()[0][:60], *[UNKNOWN] * (len(COLUMNS) - 2)))
+    return Table(title="Actor and critic asleep and back", columns=COLUMNS, rows=rows, text_columns=1)
+
+
+def _row(record: Record) -> tuple[str, ...]:
+    summary, build = record["summary"], record["build_seconds"]
+    per_parameter, gpu_left = summary["host_bytes_per_parameter"], summary["gpu_left_bytes"]
+    first, steady = summary["sleep_seconds_first"], summary["sleep_seconds_steady"]
+    wake = summary["wake_seconds_steady"]
+    floor = summary["floor_seconds"]
+    return (
+        record["case"],
+        " / ".join(f"{value:.2f}" for value in per_parameter.values()),
+        f"{summary['measured_host_bytes'] / 2**30:.2f} ({summary['unexplained_share']:+.1%})",
+        UNKNOWN if gpu_left is None else f"{gpu_left / 2**30:.2f}",
+        f"{build:.1f}",
+        *(f"{first[role]:.3f} / {steady[role]:.3f}" for role in ("actor", "critic")),
+        *(f"{wake[role]:.3f}" for role in ("actor", "critic")),
+        *(_rate(summary, name) for name in ("sleep", "wake")),
+        f"{summary['cycle_seconds']:.3f}",
+        UNKNOWN if floor is None else f"{floor:.3f}",
+        "yes" if record["bits_kept"] else "NO",
+    )
+
+
+def _rate(summary: Record, name: str) -> str:
+    share = summary[f"{name}_share_of_roofline"]
+    return f"{summary[f'{name}_bytes_per_second'] / 1e9:.1f} ({UNKNOWN if share is None else f'{share:.0%}'})"
+
+
+def document(records: Sequence[Record], *, cases: Mapping[str, str]) -> str:
+    """bench.md: the table, what its words mean, where it was measured. ``cases``: name -> meaning."""
+    facts = [f"- {line}" for line in _facts(records)]
+    meanings = [f"- `{record['case']}`: {cases[record['case']]}" for record in records]
+    notes = (
+        "Host B/param: the ledger's host copies per parameter of the rank, actor / critic. Measured: growth of the "
+        "process's proportional set from before the build to both asleep; in brackets what the ledger does not "
+        "explain. GPU left: in use on the device while both sleep. First sleep in the process / median of the later "
+        "ones. GB/s: bytes with a host copy over time, and the share of a plain pinned copy's rate. Cycle: both "
+        "roles asleep and awake again; floor: the same bytes each way at that rate."
+    )
+    table = bench_table(records)
+    return "\n\n".join([f"# {table.title}", "\n".join(facts), table.markdown(), notes, "\n".join(meanings)]) + "\n"
+
+
+def _facts(records: Sequence[Record]) -> Iterable[str]:
+    measured = [record for record in records if "summary" in record]
+    yield from dict.fromkeys(f"{r['platform']}, {r['nproc']} worker(s), {_pairs(r['versions'])}" for r in measured)
+    yield from dict.fromkeys(f"parameters per rank: {_pairs(r['parameters'])}" for r in measured)
+    rates = [
+        {name: f"{rate / 1e9:.1f} GB/s" for name, rate in r["roofline"].items()} for r in measured if r["roofline"]
+    ]
+    yield from dict.fromkeys(f"plain copies: {_pairs(rate)}" for rate in rates)
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())

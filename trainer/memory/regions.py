@@ -1,0 +1,108 @@
+"""One role's regions: which sleep and wake up, in which order, by which keeper, and the record of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from trainer.memory.keeper import ArenaKeeper
+from trainer.memory.saver import RegionBytes, Saver
+from trainer.plan import NO_BUFFER, Plan, PlanRow
+
+MemoryObserver = Callable[[dict[str, Any]], None]
+
+
+class RoleRegions:
+    """The regions of one role, under the saver; the optimizer state may have an arena of its own as keeper."""
+
+    def __init__(self, role: str, *, plan: Plan, saver: Saver, observer: MemoryObserver) -> None:
+        self._rows = {row.kind: row for row in plan.of_role(role) if row.keeper != NO_BUFFER}
+        self._saver, self._observe, self._role = saver, observer, role
+        self._arena: ArenaKeeper | None = None
+
+    def region(self, kind: str) -> AbstractContextManager[None]:
+        """Allocate the buffers of ``kind`` inside."""
+        row = self._rows[kind]
+        return self._saver.region(row.tag, backup=row.saver_backup)
+
+    def ddp_buffers(self) -> AbstractContextManager[None]:
+        """Build Megatron's DDP inside."""
+        return self._saver.buffers_of(self._role)
+
+    def keep_in_arena(self, optimizer_state: torch.Tensor, *, pinned: bool) -> None:
+        """Make an arena the keeper of the optimizer state, where the plan says so."""
+        if self._rows["optim"].keeper == "arena":
+            self._arena = ArenaKeeper(optimizer_state, pinned=pinned)
+
+    @property
+    def host_optimizer_state(self) -> torch.Tensor | None:
+        """The arena's copy of the sleeping optimizer state; None if it is awake or the saver keeps it."""
+        return self._arena.copy if self._arena is not None and self.is_asleep("optim") else None
+
+    def is_asleep(self, kind: str) -> bool:
+        return kind in self._rows and self._saver.is_asleep(self._rows[kind].tag)
+
+    def start_saving(self) -> None:
+        """Begin what of a coming sleep can overlap with other work: nothing changes the optimizer state until then."""
+        if self._arena is not None and not self.is_asleep("optim"):
+            self._arena.start_save()
+
+    def will_change(self) -> None:
+        """The optimizer state is about to change."""
+        if self._arena is not None:
+            self._arena.invalidate()
+
+    def sleep(self, kinds: Collection[str], *, backuper_bytes: Mapping[str, int]) -> None:
+        """Release those of ``kinds`` that are awake. ``backuper_bytes``: kind -> what the backuper keeps for it."""
+        if "optim" in kinds:
+            self.start_saving()
+        for kind, row in self._rows.items():
+            if kind in kinds and not self.is_asleep(kind):
+                self._timed(row, "asleep", self._release, backuper_bytes)
+
+    def wake_up(self, kinds: Collection[str], *, backuper_bytes: Mapping[str, int]) -> None:
+        """Map those of ``kinds`` that are asleep. Raises MemoryError, with all of them still asleep, if one does not
+        fit."""
+        asleep = [row for kind, row in self._rows.items() if kind in kinds and self.is_asleep(kind)]
+        self._saver.check_room([row.tag for row in asleep])
+        for row in asleep:
+            self._timed(row, "awake", self._map, backuper_bytes)
+
+    def _release(self, row: PlanRow) -> RegionBytes:
+        if row.kind == "optim" and self._arena is not None:
+            self._arena.finish_save()
+        return self._saver.sleep(row.tag)
+
+    def _map(self, row: PlanRow) -> RegionBytes:
+        sizes = self._saver.wake_up(row.tag)
+        if row.kind == "optim" and self._arena is not None:
+            self._arena.start_restore()
+        return sizes
+
+    def _timed(
+        self, row: PlanRow, state: str, action: Callable[[PlanRow], RegionBytes], backuper_bytes: Mapping[str, int]
+    ) -> None:
+        start = time.perf_counter()
+        sizes = action(row)
+        if not self._saver.sleeps:
+            return
+        backup_bytes = sizes.backup_bytes + backuper_bytes.get(row.kind, 0)
+        if row.kind == "optim" and self._arena is not None:
+            backup_bytes += self._arena.host_bytes
+        self.record(
+            row.kind,
+            state=state,
+            flag=row.flag,
+            keeper=row.keeper,
+            released_bytes=sizes.released_bytes,
+            backup_bytes=backup_bytes,
+            seconds=time.perf_counter() - start,
+        )
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Hand one memory record of this role to the observer."""
+        self._observe({"role": self._role, "kind": kind, **fields})
