@@ -6,7 +6,6 @@ OK: it applies and holds on a probe. CHANGED: what differs upstream; the exit co
 from __future__ import annotations
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 
 import patches
@@ -24,11 +23,12 @@ def state_of(patch: Patch) -> tuple[str, str]:
 def main() -> int:
     versions = [f"{name} {metadata.version(name)}" for name in ("torch", "megatron-core", "torch_memory_saver")]
     print(f"python {sys.version.split()[0]}, {', '.join(versions)}")
-    with ThreadPoolExecutor() as pool:  # the probes wait for processes of their own
-        states = list(pool.map(state_of, map(patches.get, patches.NAMES)))
-    for name, (state, detail) in zip(patches.NAMES, states, strict=True):
-        print(f"{name:18} {state:10} {' '.join(detail.split())}")
-    return 1 if any(state == "CHANGED" for state, _ in states) else 0
+    states = set()
+    for name in patches.NAMES:
+        state, detail = state_of(patches.get(name))
+        states.add(state)
+        print(f"{name:18} {state:10} {' '.join(detail.split())}", flush=True)
+    return 1 if "CHANGED" in states else 0
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class ReloadableGroup(ProcessGroup):
 
     def __init__(self, kind: str, options: Any, backend_options: Any) -> None:
         """``kind`` is "gloo" or "nccl", ``options`` torch's ``_DistributedBackendOptions``."""
-        super().__init__(options.group_rank, options.group_size)
+        super().__init__(options.store, options.group_rank, options.group_size)
         is_default = not options.global_ranks_in_group
         self._kinds = {"cpu": "gloo"} if kind == "gloo" else {"cuda": "nccl"} | ({"cpu": "gloo"} if is_default else {})
         self._options, self._backend_options = options, backend_options
@@ -88,6 +88,8 @@ class ReloadableGroup(ProcessGroup):
     @property
     def group_name(self) -> str:
         return self._options.group_id
+
+    group_desc = group_name  # torch's own property asks the backends, which the handle has not
 
     def getBackendName(self) -> str:
         return f"reloadable({', '.join(self._kinds.values())})"

@@ -35,7 +35,8 @@ def worker_environment(*, platform: str, sleeps: bool, threads_per_worker: int) 
         _refuse_expandable_segments()
     environment = {name: str(threads_per_worker) for name in _THREAD_VARIABLES}
     if platform == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+        # Threads that wait must not spin: on a busy machine that is most of the time.
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
     else:
         # Megatron overlaps communication by the order of kernel launches. Elastic asks in the launching
         # process whether CUDA is available, and must not initialise it there.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,9 +53,10 @@ def _mean(sums: Sums, numerator: str, denominator: str) -> float:
 
 
 def _common(sums: Sums, role: str) -> dict[str, float]:
+    norms = [step["grad_norm"] for step in sums if not step["skipped"]]
     return {
         f"{role}/loss": _mean(sums, "loss_sum", "loss_count"),
-        f"{role}/grad_norm": sum(step["grad_norm"] for step in sums) / len(sums),
+        f"{role}/grad_norm": sum(norms) / len(norms) if norms else math.nan,
         f"{role}/skipped_steps": sum(step["skipped"] for step in sums),
     }
 

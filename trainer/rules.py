@@ -100,8 +100,8 @@ def check_nccl_ub(config: Config) -> None:
 def check_destroy_process_groups(config: Config) -> None:
     if config.offload.destroy_process_groups and not config.offload.train:
         raise ValueError(
-            "offload.destroy_process_groups=true with offload=none: communicators are destroyed while everything sleeps, "
-            "and nothing does. Use offload=train, or offload.destroy_process_groups=false"
+            "offload.destroy_process_groups=true with offload=none: communicators are destroyed while everything "
+            "sleeps, and nothing does. Use offload=train, or offload.destroy_process_groups=false"
         )
 
 

@@ -42,7 +42,9 @@ def test_a_key_in_the_wrong_section_is_found():
     assert "roles.critic.optimizer.lr" in hint
 
 
-@pytest.mark.parametrize("key", ["disable_weights_backuper", "enable_weights_backuper", "roles.actor.disable_weights_backuper"])
+@pytest.mark.parametrize(
+    "key", ["disable_weights_backuper", "enable_weights_backuper", "roles.actor.disable_weights_backuper"]
+)
 @pytest.mark.parametrize("plus", ["", "+", "++"])
 def test_the_switch_of_the_backuper_says_what_replaced_it(plus, key):
     hint = hint_of(f"{plus}{key}=true")

@@ -23,7 +23,7 @@ def clean_environment(monkeypatch):
 def test_cpu_workers_see_no_gpu_and_preload_nothing(sleeps):
     before = dict(os.environ)
     environment = worker_environment(platform="cpu", sleeps=sleeps, threads_per_worker=3)
-    assert environment == THREADS | {"CUDA_VISIBLE_DEVICES": ""}
+    assert environment == THREADS | {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
     assert dict(os.environ) == before
 
 

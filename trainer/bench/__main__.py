@@ -23,7 +23,7 @@ from rich.console import Console
 from trainer import config as configuration
 from trainer.bench import cases, measure
 from trainer.bench.cases import CASES, BenchConfig, BenchRoot, Case, CaseJob
-from trainer.bench.table import bench_table, document, summarize
+from trainer.bench.table import NEEDS_GPU, bench_table, document, summarize
 from trainer.config import Config
 from trainer.hints import hint_for
 from trainer.launch import WorkerError, launch
@@ -50,14 +50,14 @@ def config_of(case: Case, overrides: list[str]) -> Config:
 
 def run(bench: BenchConfig, configs: Mapping[str, Config], directory: Path, console: Console) -> bool:
     """Measure every case of ``configs``, add the records to those in the directory, and say whether all went well."""
-    first = next(iter(configs.values()))
+    first, records = next(iter(configs.values())), []
     roofline = _run_workers(measure.measure_roofline, CaseJob(first, bench, None), "roofline", directory, console)
     failed = "error" in roofline
     for name, config in configs.items():
         case = CASES[name]
         record: dict[str, Any] = {"case": name, "config_hash": configuration.config_hash(config)}
         if case.needs_gpu and config.platform.name == "cpu":
-            record["error"] = "needs a GPU"
+            record["error"] = NEEDS_GPU
         else:
             console.print(f"{name}: {case.meaning}")
             job = CaseJob(config, bench, case.peer)
@@ -71,7 +71,7 @@ def run(bench: BenchConfig, configs: Mapping[str, Config], directory: Path, cons
         newest = {record["case"]: record for record in read_records(directory / RECORDS_FILE)}
         records = [newest[known] for known in CASES if known in newest]
         (directory / TABLE_FILE).write_text(document(records, cases={n: c.meaning for n, c in CASES.items()}))
-        console.print(bench_table(records))
+    console.print(bench_table(records))
     console.print(f"table: {directory / TABLE_FILE}   all numbers: {directory / RECORDS_FILE}", soft_wrap=True)
     return not failed
 

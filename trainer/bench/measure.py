@@ -6,6 +6,7 @@ with several ranks, after a barrier), around ``sleep()`` and ``wake_up()`` as a 
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import hashlib
@@ -13,6 +14,7 @@ import platform as host_platform
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
@@ -179,12 +181,19 @@ def _synchronize() -> None:
 
 
 def sample_memory() -> dict[str, int | None]:
-    """Bytes in use now: this process's resident and proportional set, the host's, the GPU's (all processes)."""
+    """Bytes in use now: this process's resident and proportional set, the host's, the GPU's (all processes).
+
+    ``pss_bytes`` is taken after malloc has given back the freed blocks that it holds for reuse.
+    """
     gc.collect()
+    untrimmed = psutil.Process().memory_full_info()
+    with suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
     process, host = psutil.Process().memory_full_info(), psutil.virtual_memory()
     sample: dict[str, int | None] = {
         "rss_bytes": process.rss,
         "pss_bytes": process.pss,
+        "pss_untrimmed_bytes": untrimmed.pss,
         "host_used_bytes": host.total - host.available,
         "gpu_used_bytes": None,
         "gpu_reserved_bytes": None,

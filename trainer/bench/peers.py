@@ -92,7 +92,7 @@ class MegatronOffload(_Peer):
         self._record("awake")
 
     def _record(self, state: str) -> None:
-        params = [buffer.param_data_cpu for buffer in self._buffers]
+        params = [buffer.param_data_cpu for buffer in self._buffers if buffer.param_data_cpu is not None]
         optim = sum(tensor.nbytes for tensor in state_tensors(self.optimizer))
         sizes = {"param": sum(_pinned_bytes(tensor) for tensor in params), "optim": optim}
         for kind, size in sizes.items():

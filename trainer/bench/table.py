@@ -10,6 +10,8 @@ from trainer.report.tables import UNKNOWN, Table
 
 Record = Mapping[str, Any]
 
+NEEDS_GPU = "needs a GPU"  # the error of a case that this machine cannot run
+
 COLUMNS = (
     "case",
     "host B/param asleep",
@@ -72,7 +74,8 @@ def bench_table(records: Sequence[Record]) -> Table:
         if "summary" in record:
             rows.append(_row(record))
         else:
-            rows.append((record["case"], record["error"].splitlines()[0][:60], *[UNKNOWN] * (len(COLUMNS) - 2)))
+            why = "not on CPU" if record["error"] == NEEDS_GPU else "failed"
+            rows.append((record["case"], why, *[UNKNOWN] * (len(COLUMNS) - 2)))
     return Table(title="Actor and critic asleep and back", columns=COLUMNS, rows=rows, text_columns=1)
 
 
@@ -121,10 +124,8 @@ def _facts(records: Sequence[Record]) -> Iterable[str]:
     measured = [record for record in records if "summary" in record]
     yield from dict.fromkeys(f"{r['platform']}, {r['nproc']} worker(s), {_pairs(r['versions'])}" for r in measured)
     yield from dict.fromkeys(f"parameters per rank: {_pairs(r['parameters'])}" for r in measured)
-    rates = [
-        {name: f"{rate / 1e9:.1f} GB/s" for name, rate in r["roofline"].items()} for r in measured if r["roofline"]
-    ]
-    yield from dict.fromkeys(f"plain copies: {_pairs(rate)}" for rate in rates)
+    for roofline in [record["roofline"] for record in measured if record["roofline"]][-1:]:
+        yield f"plain copies: {_pairs({name: f'{rate / 1e9:.1f} GB/s' for name, rate in roofline.items()})}"
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

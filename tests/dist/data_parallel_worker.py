@@ -1,0 +1,184 @@
+"""The rank that does the same work on its share of one global batch; used by test_data_parallel."""
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from tests.roles import (
+    POLICIES,
+    VOCAB_SIZE,
+    ddp_buffers,
+    fresh_saver,
+    loss_of,
+    make_batch,
+    make_role,
+    normal,
+    same_weights,
+    small_config,
+    train,
+    weights_of,
+)
+from trainer import loop, metrics, platform, step
+from trainer.distributed import data_parallel_rank, data_parallel_size
+from trainer.models import build
+from trainer.role import FORWARD, Role
+
+FP32 = ("model.dtype=fp32", "model.max_length=256")
+OVERLAP = tuple(f"roles.actor.ddp.overlap_{name}=true" for name in ("grad_reduce", "param_gather"))
+
+
+def run_checks(payload: None) -> dict[str, Any]:
+    """Results of every check, on rank 0."""
+    config = small_config(f"launch.nproc={os.environ['WORLD_SIZE']}")
+    platform.set_up(config)
+    platform.set_up_process_groups(config)
+    return {check.__name__: check() for check in CHECKS}
+
+
+def my_share(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    rows = len(batch["tokens"]) // data_parallel_size()
+    return step.select(batch, slice(data_parallel_rank() * rows, (data_parallel_rank() + 1) * rows))
+
+
+def full_gradients(role: Role) -> list[Tensor]:
+    """Of each buffer; every rank has summed its own shard only. Padding, which depends on the ranks, is cut off."""
+    ranks, gradients = data_parallel_size(), []
+    for buffer in ddp_buffers(role):
+        assert len(buffer.buckets) == 1
+        everyones = [torch.empty_like(buffer.grad_data) for _ in range(ranks)]
+        distributed.all_gather(everyones, buffer.grad_data)
+        shards = [everyones[rank].chunk(ranks)[rank] for rank in range(ranks)]
+        gradients.append(torch.cat(shards)[: buffer.numel_unpadded].clone())
+    return gradients
+
+
+def gradients_of_uneven_lengths() -> dict[tuple[str, str, int], Any]:
+    """(role, aggregation, micro-batch size) -> (sums, gradients): lengths 1, 3, 50, 200."""
+    results = {}
+    for name in ("actor", "critic"):
+        fresh_saver()
+        role = make_role(name, *FP32, "optimizer.clip_grad=0", f"roles.{name}.optimizer.lr=0")
+        for mode in ("token_mean", "sequence_mean"):
+            loss = loss_of(role, f"algo.loss_aggregation={mode}")
+            for micro_batch_size in (1, 2, 4):
+                batch = my_share(make_batch([1, 3, 50, 200]))
+                sums = step.train_minibatch(role, batch, loss, micro_batch_size=micro_batch_size)
+                results[name, mode, micro_batch_size] = (sums, full_gradients(role))
+    return results
+
+
+def metrics_of_one_step() -> dict[str, dict[str, float]]:
+    """Everything between the rollout and the metrics, also where one rank has no response tokens."""
+    results = {}
+    for case, lengths in (("even", [4, 2, 5, 3]), ("rank_without_tokens", [0, 0, 3, 2])):
+        fresh_saver()
+        config = small_config(*FP32)
+        actor, critic = make_role("actor", *FP32), make_role("critic", *FP32)
+        whole = make_batch(lengths) | {"scores": torch.tensor([1.0, 0.0, 0.0, 1.0])}
+        whole |= {"truncated": torch.tensor([False, True, False, False])}
+        batch = my_share(whole)
+        batch["engine_log_probs"] = batch["old_log_probs"]
+        batch["old_log_probs"], entropy = step.log_probs(
+            actor, batch, temperature=1.0, vocab_size=VOCAB_SIZE, micro_batch_size=2
+        )
+        values = step.values(critic, batch, micro_batch_size=2)
+        kl = loop._add_advantages(config, batch, values, kl_coef=0.1)
+        sums = {
+            role.name: [step.train_minibatch(role, batch, loss_of(role), micro_batch_size=2) for _ in range(2)]
+            for role in (critic, actor)
+        }
+        rollout = metrics.of_rollout(batch, SimpleNamespace(truncated=batch["truncated"]), kl=kl, entropy=entropy)
+        results[case] = {**rollout, **metrics.of_actor(sums["actor"]), **metrics.of_critic(sums["critic"])}
+    return results
+
+
+def all_ranks_hold(role: Role) -> str:
+    """Digest of the role's awake weights, which is the same on every rank."""
+    digest = hashlib.sha256()
+    for tensor in weights_of(role).values():
+        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    digests: list[Any] = [None] * data_parallel_size()
+    distributed.all_gather_object(digests, digest.hexdigest())
+    assert len(set(digests)) == 1, digests
+    return digests[0]
+
+
+def weights_after_every_change() -> dict[tuple[str, str], list[str]]:
+    """(policy, role) -> digests after build, load, step, wake-up and step."""
+    results = {}
+    for policy in POLICIES:
+        for name in ("actor", "critic"):
+            fresh_saver()
+            role = make_role(name, f"memory={policy}")
+            history = [all_ranks_hold(role)]
+            role.load_weights({key: w + 0.01 * normal(w.shape, seed=1) for key, w in weights_of(role).items()})
+            history.append(all_ranks_hold(role))
+            train(role)
+            history.append(all_ranks_hold(role))
+            trained = weights_of(role)
+            role.sleep()
+            role.wake_up(kinds=FORWARD)
+            history.append(all_ranks_hold(role))
+            assert same_weights(weights_of(role), trained)
+            role.wake_up()
+            train(role)
+            history.append(all_ranks_hold(role))
+            results[policy, name] = history
+    return results
+
+
+@contextmanager
+def small_buckets() -> Iterator[None]:
+    original = build.DistributedDataParallelConfig
+    build.DistributedDataParallelConfig = functools.partial(original, bucket_size=20_000)  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        build.DistributedDataParallelConfig = original  # type: ignore[misc]
+
+
+def overlap_in_several_buckets() -> dict[str, Any]:
+    """Losses and weights of steps between which the actor sleeps, wakes up as the reference and as itself."""
+    cases = {
+        "plain": ("offload=none",),
+        "overlap": ("offload=none", *OVERLAP),
+        "overlap_lean": ("memory=lean", *OVERLAP),
+        "overlap_rebuild": ("memory=rebuild", *OVERLAP),
+    }
+    results = {}
+    for case, overrides in cases.items():
+        fresh_saver()
+        with small_buckets():
+            role = make_role("actor", "optimizer.clip_grad=0", *overrides)
+        role.copy_to_tag("ref")
+        buckets, losses = [len(buffer.buckets) for buffer in ddp_buffers(role)], []
+        for number in range(4):
+            batch = make_batch([3, 5, 2, 4], seed=10 * number + data_parallel_rank())
+            with role.awake():
+                losses += [
+                    step.train_minibatch(role, batch, loss_of(role), micro_batch_size=2)["loss_sum"] for _ in range(2)
+                ]
+            for tag in ("ref", "actor"):
+                with role.awake(kinds=FORWARD, tag=tag):
+                    numbers, _ = step.log_probs(
+                        role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, micro_batch_size=2
+                    )
+                    losses.append(numbers.sum().item())
+        role.wake_up()
+        results[case] = (buckets, losses, all_ranks_hold(role))
+    return results
+
+
+CHECKS: tuple[Callable[[], Any], ...] = (
+    gradients_of_uneven_lengths,
+    metrics_of_one_step,
+    weights_after_every_change,
+    overlap_in_several_buckets,
+)

@@ -1,0 +1,97 @@
+"""The benchmark: its arithmetic by hand, and a small one through the front door."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.bench import cases
+from trainer.bench.cases import BenchConfig
+from trainer.bench.table import bench_table, summarize
+
+TINY = (
+    "platform=cpu",
+    "launch.threads_per_worker=1",
+    "model.layers=2",
+    "model.hidden_size=64",
+    "model.ffn_size=128",
+    "bench.vocab_size=4096",
+    "bench.cycles=2",
+    "bench.roofline_mib=16",
+)
+
+
+def bench(*overrides):
+    command = [sys.executable, "-m", "trainer.bench", *TINY, *overrides]
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+
+
+def cycle(sleep, wake):
+    events = [{"role": "actor", "backup_bytes": 100}, {"role": "actor", "backup_bytes": 40}]
+    return {
+        "sleep_seconds": {"actor": sleep, "critic": 1.0},
+        "wake_seconds": {"actor": wake, "critic": 2.0},
+        "sleep_events": [*events, {"role": "critic", "backup_bytes": 60}],
+        "memory_asleep": {"pss_bytes": 1220, "gpu_used_bytes": 2**30},
+    }
+
+
+def test_a_summary_is_what_the_hand_computes():
+    record = {
+        "case": "lean",
+        "parameters": {"actor": 10, "critic": 5},
+        "build_seconds": 3.0,
+        "memory_baseline": {"pss_bytes": 1000},
+        "cycles": [cycle(9.0, 8.0), cycle(3.0, 2.0), cycle(5.0, 6.0), cycle(4.0, 3.0)],
+        "roofline": {"to_host": 100.0, "to_device": 50.0},
+        "bits_kept": True,
+    }
+    summary = summarize(record)
+    assert summary["host_bytes_per_parameter"] == {"actor": 14.0, "critic": 12.0}
+    assert summary["measured_host_bytes"] == 220
+    assert summary["unexplained_share"] == pytest.approx(0.1)  # 20 of 200
+    assert summary["sleep_seconds_first"]["actor"] == 9.0
+    assert summary["sleep_seconds_steady"]["actor"] == 4.0
+    assert summary["wake_seconds_steady"]["actor"] == 3.0
+    assert summary["sleep_bytes_per_second"] == 200 / 5
+    assert summary["sleep_share_of_roofline"] == pytest.approx(0.4)
+    assert summary["wake_share_of_roofline"] == pytest.approx(0.8)  # 200 / 5 / 50
+    assert summary["cycle_seconds"] == 10.0
+    assert summary["floor_seconds"] == 6.0
+    row = bench_table([{**record, "summary": summary}]).rows[0]
+    assert row[:4] == ("lean", "14.00 / 12.00", "0.00 (+10.0%)", "1.00")
+    assert row[-3:] == ("10.000", "6.000", "yes")
+
+
+def test_cases_and_overrides_are_checked():
+    bench_config = BenchConfig(cases=["lean"], cycles=1, vocab_size=64, roofline_mib=1, case_timeout_seconds=60)
+    cases.check(bench_config, ["memory.poison=true"])
+    with pytest.raises(ValueError, match=r"memory=full.*bench\.cases"):
+        cases.check(bench_config, ["memory=full"])
+    with pytest.raises(ValueError, match=r"bench\.cases=\['lien'\]: must be some of full"):
+        cases.check(BenchConfig(cases=["lien"], cycles=1, vocab_size=64, roofline_mib=1, case_timeout_seconds=60), [])
+
+
+def test_a_bench_measures_policies_and_peers(tmp_path):
+    done = bench("bench.cases=[rebuild,megatron,slime]", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = {r["case"]: r for r in map(json.loads, (tmp_path / "bench.jsonl").read_text().splitlines())}
+    assert records["megatron"]["error"] == "needs a GPU"
+    rebuild, slime = records["rebuild"]["summary"], records["slime"]["summary"]
+    assert records["rebuild"]["bits_kept"]
+    assert records["slime"]["bits_kept"]
+    assert rebuild["host_bytes_per_parameter"]["actor"] == pytest.approx(12, rel=0.02)
+    # The saver copies whole pages; what the first step left behind lies in them too.
+    assert 14 <= slime["host_bytes_per_parameter"]["actor"] < 18
+    assert rebuild["floor_seconds"] < rebuild["cycle_seconds"]
+    assert "| rebuild | 12.0" in (tmp_path / "bench.md").read_text()
+
+
+def test_a_failing_case_says_why_and_fails_the_command(tmp_path):
+    done = bench("bench.cases=[lean]", "bench.case_timeout_seconds=1", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 1
+    assert "Timeout" in done.stdout + done.stderr
+    assert "lean failed: rank 0" in done.stdout
+    assert "| lean | failed |" in (tmp_path / "bench.md").read_text()

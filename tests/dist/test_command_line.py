@@ -1,0 +1,211 @@
+"""The command line end to end: real runs of seconds, what they leave, and how they end when something is wrong."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.composing import SMALL, config_of
+from trainer.config import to_plain
+
+ROOT = Path(__file__).parents[2]
+SHORT = (
+    "debug=one_step",
+    *(override for override in SMALL if override.startswith(("platform", "launch", "model", "rollout"))),
+)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished command: its exit code, what it wrote, and where it ran."""
+
+    code: int
+    stdout: str
+    stderr: str
+    directory: Path
+
+    def jobs(self) -> dict[str, Path]:
+        """Directories in which a job was started, by their last name."""
+        return {path.parent.name: path.parent for path in sorted(self.directory.rglob(".hydra"))}
+
+
+def start(directory: Path, *arguments: str) -> subprocess.Popen:
+    directory.mkdir(exist_ok=True)
+    # A CUDA-capable machine runs these on the CPU too; the width keeps tables from folding their cells.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "160"}
+    command = [sys.executable, "-m", "trainer", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=directory, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def torpor(directory: Path, *arguments: str) -> Done:
+    process = start(directory, *arguments)
+    stdout, stderr = process.communicate(timeout=300)
+    return Done(process.returncode, stdout, stderr, directory)
+
+
+def lasting_metrics(job: Path) -> list[dict]:
+    """The records without what depends on the machine's load and memory."""
+    records = [json.loads(line) for line in (job / "metrics.jsonl").read_text().splitlines()]
+    passing = ("seconds/", "host_", "asleep_", "gpu_")
+    return [{k: v for k, v in record.items() if not k.startswith(passing)} for record in records]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> tuple[Done, Done]:
+    """A single run, with a task file by a relative path and hydra.job.chdir, and a sweep, both at once."""
+    root = tmp_path_factory.mktemp("pair")
+    single = root / "single"
+    single.mkdir()
+    (single / "sums.jsonl").write_text("".join(f'{{"prompt": "{n} + 1 =", "answer": "{n + 1}"}}\n' for n in range(40)))
+    sweep = root / "sweep"
+    sweep.mkdir()
+    (sweep / "sums.jsonl").write_text((single / "sums.jsonl").read_text())
+    task = ("task=jsonl", "task.path=sums.jsonl")
+    # Job 1 of the sweep is refused: 8 prompts times 2 responses are no multiple of 5.
+    commands = [
+        start(single, *SHORT, *task, "seed=2", "hydra.job.chdir=true"),
+        start(sweep, "-m", *SHORT, *task, "seed=1,2", "algo.micro_batch_size=5,8"),
+    ]
+    outputs = [command.communicate(timeout=300) for command in commands]
+    return tuple(
+        Done(command.returncode, *output, directory)
+        for command, output, directory in zip(commands, outputs, (single, sweep), strict=True)
+    )  # type: ignore[return-value]
+
+
+def test_a_run_leaves_one_directory_that_says_what_ran(pair):
+    done, _ = pair
+    assert done.code == 0, done.stderr
+    (job,) = done.jobs().values()
+    assert job.relative_to(done.directory).parts[:2] == ("outputs", "train")
+    overrides = (*SHORT, "task=jsonl", f"task.path={done.directory}/sums.jsonl", "seed=2")
+    expected = to_plain(config_of(*overrides)) | {}
+    expected["task"]["path"] = "sums.jsonl"
+    assert json.loads((job / "config.json").read_text()) == expected
+    left = {path.name for path in job.iterdir()}
+    assert {"config.json", "result.json", "metrics.jsonl", "memory.jsonl", "report.md", "logs", ".hydra"} <= left
+    assert [record["step"] for record in lasting_metrics(job)] == [0, 1]
+    assert json.loads((job / "result.json").read_text()) == {
+        "heldout_accuracy": lasting_metrics(job)[-1]["heldout_accuracy"]
+    }
+    assert "platform: cpu (stand-in for CUDA)   workers: 1   config: " in done.stdout
+    assert sorted(path.name for path in done.directory.iterdir()) == ["outputs", "sums.jsonl"]
+
+
+def test_a_failing_job_does_not_stop_the_sweep_and_is_shown(pair):
+    _, sweep = pair
+    assert sweep.code == 1
+    jobs = sweep.jobs()
+    assert set(jobs) == {"0", "1", "2", "3"}
+    assert [(jobs[n] / "result.json").exists() for n in "0123"] == [False, True, False, True]
+    message = "error: algo.prompts_per_step * algo.responses_per_prompt = 8 * 2 = 16 is no multiple of"
+    assert sweep.stderr.count(message) == 2  # once for each of the two jobs
+    table = re.findall(r"^\s+(\d)\s+(.*micro_batch_size=\d.*?)\s{2,}(finished|failed)", sweep.stdout, re.MULTILINE)
+    assert [(job, state) for job, _, state in table] == [
+        ("0", "failed"),
+        ("1", "finished"),
+        ("2", "failed"),
+        ("3", "finished"),
+    ]
+
+
+def test_a_job_of_a_sweep_is_the_job_alone(pair):
+    """Job 3 came after two others in one process; the single run changed its directory."""
+    single, sweep = pair
+    (alone,) = single.jobs().values()
+    first, third = sweep.jobs()["1"], sweep.jobs()["3"]
+    assert lasting_metrics(third) == lasting_metrics(alone)
+    assert (third / "config.json").read_text() == (alone / "config.json").read_text()
+    assert lasting_metrics(first) != lasting_metrics(alone)  # another seed
+    assert "weights_sha256/actor" in lasting_metrics(alone)[-1]
+
+
+def test_a_sweep_again_skips_what_has_finished_and_overwrites_nothing(pair):
+    _, sweep = pair
+    directory = sweep.jobs()["1"].parent
+    before = (directory / "3" / "metrics.jsonl").read_text()
+    task = ("task=jsonl", "task.path=sums.jsonl", f"hydra.sweep.dir={directory}", "algo.micro_batch_size=5,8")
+
+    again = torpor(sweep.directory, "-m", *SHORT, *task, "seed=1,2")
+    assert again.code == 1  # the two bad jobs are still bad
+    assert again.stdout.count("finished already: ") == 2
+    assert (directory / "3" / "metrics.jsonl").read_text() == before
+
+    other = torpor(sweep.directory, "-m", *SHORT, *task, "seed=3,4")
+    assert other.code == 1
+    assert other.stderr.count("holds a run of another config, which this one would overwrite") == 2
+    assert "hydra.sweep.dir" in other.stderr
+    assert (directory / "3" / "metrics.jsonl").read_text() == before
+
+
+def test_a_worker_exception_is_shown_once(tmp_path):
+    """The second line of the file is bad, which only the worker reads."""
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\nnonsense\n')
+    done = torpor(tmp_path, *SHORT, "task=jsonl", "task.path=bad.jsonl")
+    assert done.code == 1
+    assert (done.stdout + done.stderr).count("bad.jsonl, line 2: not JSON") == 1
+    assert "error: rank 0 of 1 failed (exit code 1): ValueError: bad.jsonl, line 2: not JSON" in done.stderr
+    assert "Traceback" not in done.stderr
+    (job,) = done.jobs().values()
+    assert not (job / "result.json").exists()
+    assert "Traceback" in (job / "logs" / "rank_0.traceback").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (["launch.nproc=0"], ["error: launch.nproc=0: must be at least 1"]),
+        (["task=jsonl"], ["error: no value given for task.path: add task.path=... to the command"]),
+        (["platform=cuda"], ["error: launch.nproc=1 with platform=cuda needs a GPU for each worker, and 0 are visible: use fewer workers, or platform=cpu"]),
+        (["+algo.epoch=2"], ["error: algo.epoch: Key 'epoch' not in 'AlgoConfig'", "hint: did you mean algo.epochs"]),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_clean_error_before_anything_is_launched(tmp_path, arguments, lines):
+    done = torpor(tmp_path, *arguments)
+    assert done.code == 1
+    assert done.stdout == ""
+    written = done.stderr.splitlines()
+    assert len(written) == len(lines)
+    assert all(line.startswith(start) for line, start in zip(written, lines, strict=True))
+    (job,) = done.jobs().values()
+    assert not (job / "logs").exists()
+    assert not (job / "config.json").exists()
+
+
+def test_removed_settings_are_explained_wherever_they_are_written(tmp_path):
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "experiment" / "old.yaml").write_text("# @package _global_\ndisable_weights_backuper: true\n")
+    for arguments, code in [
+        (["--disable-weights-backuper"], 2),
+        (["-m", "seed=1,2", "enable_weights_backuper=false"], 1),
+        (["--config-dir", "mine", "experiment=old"], 1),
+    ]:
+        done = torpor(tmp_path, *arguments)
+        assert done.code == code
+        assert done.stderr.count("hint: there is no switch for the weights backuper any more") == 1, done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.jobs() == {}
+
+
+def test_an_empty_sweep_is_an_error(tmp_path):
+    done = torpor(tmp_path, "-m", "seed=glob(*)")
+    assert done.code == 1
+    assert "error: the sweep has no jobs" in done.stderr
+
+
+def test_help_and_parts_of_the_config(tmp_path):
+    shown = torpor(tmp_path, "--help").stdout
+    assert len(shown.splitlines()) < 60
+    assert "memory: full" in shown  # the options themselves, from Hydra
+    assert "python -m trainer -m memory=full,lean,rebuild" in shown
+    part = torpor(tmp_path, "memory=rebuild", "--cfg", "job", "--resolve", "-p", "roles")
+    assert part.code == 0
+    assert "$" not in part.stdout
+    assert part.stdout.count("disable_param_buffers_cpu_backup: true") == 2
+    assert list(tmp_path.iterdir()) == []

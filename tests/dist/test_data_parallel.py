@@ -1,0 +1,63 @@
+"""Two data-parallel ranks compute what one computes, and hold the same weights at every moment."""
+
+import pytest
+import torch
+
+from tests.dist.data_parallel_worker import run_checks
+from trainer.launch import launch
+from trainer.launch_environment import worker_environment
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Number of ranks -> what rank 0 returned."""
+    environment = worker_environment(platform="cpu", sleeps=True, threads_per_worker=1)
+    log_dir = tmp_path_factory.mktemp("data_parallel")
+    return {
+        ranks: launch(run_checks, None, nproc=ranks, log_dir=log_dir / str(ranks), environment=environment)
+        for ranks in (1, 2)
+    }
+
+
+@pytest.mark.parametrize("name", ["actor", "critic"])
+@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
+def test_lengths_of_1_to_200_give_the_same_gradients_however_they_are_split(results, name, mode):
+    expected_sums, expected = results[1]["gradients_of_uneven_lengths"][name, mode, 4]
+    assert expected_sums["loss_count"] == {"token_mean": 254, "sequence_mean": 4}[mode]
+    for ranks in (1, 2):
+        for micro_batch_size in (1, 2, 4):
+            sums, actual = results[ranks]["gradients_of_uneven_lengths"][name, mode, micro_batch_size]
+            assert sums == pytest.approx(expected_sums, rel=1e-4, abs=1e-5)
+            for left, right in zip(actual, expected, strict=True):
+                assert right.abs().max() > 0
+                torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6 * right.abs().max().item())
+
+
+@pytest.mark.parametrize("case", ["even", "rank_without_tokens"])
+def test_metrics_of_the_first_step_do_not_depend_on_the_number_of_ranks(results, case):
+    one, two = (results[ranks]["metrics_of_one_step"][case] for ranks in (1, 2))
+    assert one["actor/ppo_kl_first"] == two["actor/ppo_kl_first"] == 0.0
+    assert one["advantage_std"] == pytest.approx(1.0)
+    assert one["actor/grad_norm"] > 0
+    assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_rank_holds_the_same_weights_after_load_wake_up_and_step(results, ranks):
+    histories = results[ranks]["weights_after_every_change"]
+    for (policy, name), history in histories.items():
+        built, loaded, trained, woken, trained_again = history
+        assert woken == trained, (policy, name)
+        assert len({built, loaded, trained, trained_again}) == 4, (policy, name)
+        assert history == histories["full", name], (policy, name)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_gathered_in_several_buckets_survive_sleep(results, ranks):
+    cases = results[ranks]["overlap_in_several_buckets"]
+    assert cases["plain"][0] == [1]
+    for case in ("overlap", "overlap_lean", "overlap_rebuild"):
+        (buckets,), losses, weights = cases[case]
+        assert buckets >= 3
+        assert losses == cases["plain"][1], case
+        assert weights == cases["plain"][2], case

@@ -1,0 +1,102 @@
+"""Every setting under ``algo`` and ``rollout`` reaches the numbers of a run."""
+
+import dataclasses
+import json
+
+import pytest
+
+from tests.composing import SMALL, config_of
+from tests.dist.invariance_worker import run_matrix
+from trainer.config import AlgoConfig, KlConfig, RolloutConfig
+from trainer.launch import launch
+from trainer.launch_environment import worker_environment
+
+# Two steps of a model that has learned enough to end some answers and get some right.
+BASE = (
+    *SMALL,
+    *("offload=none", "model.dtype=fp32", "model.layers=1", "task.forms=digits", "rollout.max_new_tokens=2"),
+    *("algo.warmup_steps=30", "algo.warmup_lr=5e-3", "algo.warmup_batch_size=16"),
+)
+LARGE_STEPS = ("roles.actor.optimizer.lr=2e-2", "algo.epochs=2")
+
+# leaf -> (another value, what must be set beside it for the leaf to matter)
+FLIPS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "algo.num_steps": ("1", ()),
+    "algo.warmup_steps": ("29", ()),
+    "algo.warmup_lr": ("4e-3", ()),
+    "algo.warmup_batch_size": ("8", ()),
+    "algo.prompts_per_step": ("16", ()),
+    "algo.responses_per_prompt": ("4", ()),
+    "algo.epochs": ("2", ()),
+    "algo.minibatches": ("1", ()),
+    "algo.gamma": ("0.5", ()),
+    "algo.lam": ("0.5", ()),
+    "algo.whiten_advantages": ("false", ()),
+    "algo.bootstrap_truncated": ("true", ()),
+    "algo.clip_low": ("0.01", LARGE_STEPS),
+    "algo.clip_high": ("0.01", LARGE_STEPS),
+    "algo.dual_clip": ("1.01", LARGE_STEPS),
+    "algo.log_ratio_clamp": ("0.01", LARGE_STEPS),
+    "algo.value_clip": ("0.001", ()),
+    "algo.entropy_coef": ("0.1", ()),
+    "algo.loss_aggregation": ("sequence_mean", ()),
+    "algo.critic_warmup_steps": ("1", ()),
+    "algo.start_critic_from_actor": ("false", ()),
+    "algo.heldout_prompts": ("1", ()),
+    "algo.kl.placement": ("loss", ("algo.kl.estimator=k2",)),
+    "algo.kl.estimator": ("k3", ()),
+    "algo.kl.coef": ("0.1", ()),
+    "algo.kl.clamp": ("0.001", ()),
+    "algo.kl.target": ("0.01", ()),
+    "algo.kl.horizon": ("100", ("algo.kl.target=0.01",)),
+    "rollout.temperature": ("0.7", ()),
+    "rollout.top_p": ("0.5", ()),
+    "rollout.max_new_tokens": ("3", ()),
+}
+INVISIBLE = {
+    "algo.micro_batch_size": "splits the work of a rank; no split may change a mean (tests/unit/test_step.py)",
+    "rollout.engine": "has one option",
+    "rollout.max_prompt_tokens": "a limit: longer prompts are refused (tests/unit/test_rollout.py)",
+}
+
+
+def leaves():
+    sections = {"algo": AlgoConfig, "algo.kl": KlConfig, "rollout": RolloutConfig}
+    return {
+        f"{section}.{field.name}"
+        for section, schema in sections.items()
+        for field in dataclasses.fields(schema)
+        if f"{section}.{field.name}" not in sections
+    }
+
+
+def test_every_leaf_of_the_schema_is_listed_once():
+    assert set(FLIPS) | set(INVISIBLE) == leaves()
+    assert not set(FLIPS) & set(INVISIBLE)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """Overrides beyond BASE -> the metrics of that run, all in one worker."""
+    wanted = {context for _, context in FLIPS.values()}
+    wanted |= {(*context, f"{leaf}={value}") for leaf, (value, context) in FLIPS.items()}
+    configs = {overrides: config_of(*BASE, *overrides) for overrides in sorted(wanted)}
+    environment = worker_environment(platform="cpu", sleeps=False, threads_per_worker=1)
+    log_dir = tmp_path_factory.mktemp("dead_keys")
+    results = launch(run_matrix, (configs, None), nproc=1, log_dir=log_dir, environment=environment)
+    return {overrides: results[overrides]["metrics"] for overrides in configs}
+
+
+def test_the_base_run_is_no_degenerate_case(records):
+    last = records[()][-1]
+    assert 0 < last["heldout_accuracy"] < 1
+    assert 0 < last["truncated_fraction"] < 1
+    assert last["reward_std"] > 0
+    assert last["kl"] != 0
+    assert last["value_std"] > 0
+
+
+@pytest.mark.parametrize("leaf", FLIPS)
+def test_another_value_gives_other_numbers(records, leaf):
+    value, context = FLIPS[leaf]
+    assert json.dumps(records[(*context, f"{leaf}={value}")]) != json.dumps(records[context])

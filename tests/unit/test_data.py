@@ -1,0 +1,114 @@
+"""Prompts: draws keyed by what they are for, shares that add up, batches whose masks mean what they say."""
+
+import pytest
+import torch
+
+from tests.megatron_world import one_rank_world
+from tests.roles import small_config
+from trainer import data
+from trainer.data import Prompts
+from trainer.distributed import seed_for
+from trainer.tasks.arithmetic import ArithmeticTask
+from trainer.tokenizer import load_tokenizer
+
+TASK = ArithmeticTask(max_operand=9, operations=["plus"], forms="digits", heldout_fraction=0.2, seed=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    with one_rank_world():
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(None, task=TASK, vocab_size=280)
+
+
+def prompts_of(tokenizer, *overrides):
+    return Prompts(small_config(*overrides), task=TASK, tokenizer=tokenizer)
+
+
+def as_rank(monkeypatch, rank, size):
+    monkeypatch.setattr(data, "data_parallel_rank", lambda: rank)
+    monkeypatch.setattr(data, "data_parallel_size", lambda: size)
+
+
+def test_the_questions_of_a_step_depend_on_seed_and_step_alone(tokenizer, monkeypatch):
+    together = prompts_of(tokenizer).for_step(3)
+    assert len(together) == 16
+    assert together[0::2] == together[1::2]
+    assert prompts_of(tokenizer).for_step(3) == together  # whatever was drawn before
+    assert prompts_of(tokenizer).for_step(4) != together
+    assert prompts_of(tokenizer, "seed=2").for_step(3) != together
+    shares = []
+    for rank in range(4):
+        as_rank(monkeypatch, rank, 4)
+        shares += prompts_of(tokenizer).for_step(3)
+    assert shares == together
+
+
+def test_heldout_examples_are_shared_out_once_each(tokenizer, monkeypatch):
+    heldout = TASK.heldout
+    assert prompts_of(tokenizer).heldout(10_000) == list(heldout)
+    shares = []
+    for rank in range(3):
+        as_rank(monkeypatch, rank, 3)
+        shares.append(prompts_of(tokenizer).heldout(5))
+    assert [len(share) for share in shares] == [2, 2, 1]
+    assert sorted(example.question for share in shares for example in share) == sorted(
+        example.question for example in heldout[:5]
+    )
+
+
+def test_a_supervised_batch_asks_for_the_answer_and_the_end(tokenizer):
+    prompts = prompts_of(tokenizer)
+    batch = prompts.supervised_batch(1)
+    tokens, mask = batch["tokens"], batch["response_mask"]
+    assert tokens.shape[0] == 8
+    assert tokens.shape[1] % 8 == 0
+    assert mask.shape == (8, tokens.shape[1] - 1)
+    answers = dict((example.question, example.answer) for example in TASK.train)
+    for row, row_mask in zip(tokens, mask, strict=True):
+        response = row[1:][row_mask].tolist()
+        first = int(row_mask.nonzero()[0]) + 1
+        question = tokenizer.decode(row[:first].tolist())
+        assert response[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(response[:-1]) == answers[question]
+        assert set(row[first + len(response) :].tolist()) <= {tokenizer.pad_token_id}
+    assert torch.equal(prompts.supervised_batch(1)["tokens"], tokens)
+    assert not torch.equal(prompts.supervised_batch(2)["tokens"], tokens)
+
+
+def test_minibatches_cover_an_epoch_once_and_the_first_keeps_the_order(tokenizer, monkeypatch):
+    prompts = prompts_of(tokenizer, "algo.minibatches=4")
+    first = list(prompts.minibatch_rows(16, step=1, epoch=0))
+    assert [rows.tolist() for rows in first] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    orders = []
+    for rank, step, epoch in ((0, 1, 1), (0, 1, 2), (0, 2, 1), (1, 1, 1)):
+        as_rank(monkeypatch, rank, 2)
+        rows = list(prompts.minibatch_rows(16, step=step, epoch=epoch))
+        assert [len(part) for part in rows] == [4] * 4
+        orders.append(torch.cat(rows).tolist())
+        assert sorted(orders[-1]) == list(range(16))
+        assert torch.cat(list(prompts.minibatch_rows(16, step=step, epoch=epoch))).tolist() == orders[-1]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_scores_are_the_tasks(tokenizer):
+    prompts = prompts_of(tokenizer)
+    examples = list(TASK.train[:2])
+    assert prompts.scores([examples[0].answer, "no idea"], examples) == [1.0, 0.0]
+    with pytest.raises(ValueError, match="zip"):
+        prompts.scores(["1"], examples)
+    encoded = prompts.encode(examples)
+    assert [tokenizer.decode(ids) for ids in encoded] == [example.question for example in examples]
+
+
+def test_seeds_differ_by_everything_they_are_keyed_by():
+    base = {"seed": 1, "purpose": "rollout", "step": 1, "rank": 0}
+    keys = [base, *({**base, **change} for change in ({"seed": 2}, {"purpose": "x"}, {"step": 2}, {"rank": 1}))]
+    seeds = [seed_for(key.pop("seed"), key.pop("purpose"), **key) for key in (dict(key) for key in keys)]
+    assert len(set(seeds)) == 5
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert seed_for(1, "rollout", step=1) == seeds[0]

@@ -1,0 +1,139 @@
+"""Imports run one way; who may know omegaconf, torch_memory_saver and the environment; what the parent never imports."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# A module imports only from layers above its own, and within its own layer. Longest prefix wins.
+LAYERS = [
+    ["patches"],
+    ["trainer.tasks", "trainer.algo", "trainer.report.units", "trainer.report.records", "trainer.launch_environment"],
+    ["trainer.tokenizer", "trainer.limits"],
+    ["trainer.rules"],
+    ["trainer.config"],
+    ["trainer.plan", "trainer.hints"],
+    ["trainer.platform", "trainer.distributed", "trainer.phases", "trainer.memory", "trainer.backup"],
+    ["trainer.models"],
+    ["trainer.optimizer", "trainer.rollout"],
+    ["trainer.role"],
+    ["trainer.data", "trainer.metrics", "trainer.step"],
+    ["trainer.report"],
+    ["trainer.loop"],
+    ["trainer.worker", "trainer.launch", "trainer.jobs"],
+    ["trainer.__main__", "trainer.bench"],
+]
+LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
+# Type annotations may look the other way: they are not imported when the program runs.
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in ("trainer", "patches")
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+
+
+def nodes(module: str) -> Iterator[ast.AST]:
+    """Every node of the module's source except what stands under ``if TYPE_CHECKING``."""
+    waiting: list[ast.AST] = [ast.parse(MODULES[module].read_text())]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        waiting.extend(ast.iter_child_nodes(node))
+
+
+def imports(module: str) -> set[str]:
+    """Full names of all that a module imports, also inside functions."""
+    names = set()
+    for node in nodes(module):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                names.add(full if full in MODULES else node.module or "")
+    return names
+
+
+def level_of(module: str) -> int:
+    name = module
+    while name not in LEVELS:
+        assert "." in name, f"{module} is in no layer: add it to LAYERS"
+        name = name.rpartition(".")[0]
+    return LEVELS[name]
+
+
+def importers_of(library: str) -> set[str]:
+    return {module for module in MODULES if any(name.split(".")[0] == library for name in imports(module))}
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {"trainer"}))
+def test_imports_run_one_way(module):
+    own = [name for name in imports(module) if name.split(".")[0] in ("trainer", "patches")]
+    wrong = [name for name in own if name != "trainer" and level_of(name) > level_of(module)]
+    assert wrong == [], f"{module} imports from a later layer"
+
+
+@pytest.mark.parametrize("package", ["trainer.tasks", "trainer.algo"])
+def test_leaf_packages_know_only_themselves(package):
+    for module in MODULES:
+        if module.startswith(package):
+            assert all(name.startswith(package) for name in imports(module) if name.split(".")[0] == "trainer")
+
+
+def test_algo_is_pure_tensor_functions():
+    for module in MODULES:
+        if module.startswith("trainer.algo"):
+            assert {name.split(".")[0] for name in imports(module)} <= {"__future__", "collections", "dataclasses", "math", "torch", "trainer", "typing"}  # fmt: skip
+
+
+def test_who_imports_what():
+    mains = {"trainer.__main__"} | {module for module in MODULES if module.startswith("trainer.bench.")}
+    assert importers_of("omegaconf") - mains == {"trainer.config"}
+    assert importers_of("hydra") - mains <= {"trainer.config", "trainer.rules", "trainer.worker", "trainer.jobs"}
+    allowed = {"trainer.launch_environment"}
+    users = {
+        m
+        for m in importers_of("torch_memory_saver")
+        if not m.startswith(("patches.", "trainer.memory.", "trainer.bench."))
+    }
+    assert users == allowed
+    assert not [
+        module
+        for module in MODULES
+        if module.startswith("patches") and any(name.startswith("trainer") for name in imports(module))
+    ]
+
+
+def writes_environment(node: ast.AST) -> bool:
+    """``os.environ[...] = ``, ``del os.environ[...]``, ``os.environ.update`` and the like, ``os.putenv``."""
+    if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        return ast.unparse(node.value) == "os.environ"
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) in {f"os.environ.{name}" for name in ("update", "setdefault", "pop", "clear")} | {"os.putenv", "os.unsetenv"}  # fmt: skip
+    return isinstance(node, ast.AugAssign) and ast.unparse(node.target) == "os.environ"
+
+
+def test_the_environment_is_written_in_one_place():
+    writers = {module for module in MODULES if any(writes_environment(node) for node in nodes(module))}
+    assert writers - {"patches.probe"} == {"trainer.launch"}  # the probe's are in processes of its own
+
+
+def test_the_parent_neither_imports_megatron_nor_touches_a_device():
+    program = (
+        "import sys, trainer.__main__, torch\n"
+        "from tests.composing import config_of\n"
+        "from trainer.plan import make_plan\n"
+        "make_plan(config_of())\n"
+        "print([name for name in ('megatron', 'transformers', 'matplotlib') if name in sys.modules], "
+        "torch.cuda.is_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[] False\n", done.stderr

@@ -1,0 +1,278 @@
+"""Rules of the config: what is refused, and that the override which a message suggests is accepted."""
+
+import dataclasses
+import re
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.composing import composed, config_of
+from trainer import config as configuration
+from trainer import limits, rules
+from trainer.config import GRAD_FLAG, PARAM_FLAG, Config
+from trainer.plan import make_plan
+
+# Sizes that the messages below speak of; a later override on a command line wins.
+SIZES = (
+    "algo.prompts_per_step=32",
+    "algo.responses_per_prompt=4",
+    "algo.minibatches=2",
+    "algo.micro_batch_size=64",
+    "algo.warmup_batch_size=64",
+    "rollout.max_prompt_tokens=32",
+    "rollout.max_new_tokens=8",
+    "model.hidden_size=128",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.max_length=128",
+)
+SOURCES = {"param": ("saver", "backuper", "main_params"), "grad": ("saver", "none")}
+FLAG = {"param": PARAM_FLAG, "grad": GRAD_FLAG}
+
+
+def error_of(*overrides: str) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the callers look at the message)
+        config_of(*overrides)
+    return str(caught.value)
+
+
+def suggested(message: str) -> list[str]:
+    """The ``key=value`` overrides after the word "use"."""
+    return re.findall(r"[a-z_.]+=[\w.]+", re.split(r"\b[uU]se\b", message)[-1])
+
+
+@pytest.fixture(scope="module")
+def base():
+    return composed("platform=cpu")
+
+
+def with_values(base, **values: object) -> Config:
+    """The config of a command line that sets these values (``__`` for a dot); faster than composing anew."""
+    changed = base.copy()
+    for key, value in values.items():
+        OmegaConf.update(changed, key.replace("__", "."), value)
+    return configuration.to_config(changed)
+
+
+# Flag table. Every case is one of: "set", "unset" (fine), "redundant" (fine, shown), or an error that must match.
+def expected(*, sleeps: bool, role: str, kind: str, source: str, flag: bool | None) -> str:
+    if flag and not sleeps:
+        return f"roles.{role}.ddp.{FLAG[kind]}=true with offload=none: nothing sleeps"
+    if source == "backuper" and role == "critic":
+        return (
+            "memory.critic.restore_params_from=backuper: only the actor has a weights backuper.*=saver .*=main_params"
+        )
+    if not sleeps:
+        return "unset"
+    if source == "saver":
+        policy = {"param": "memory=rebuild", "grad": "memory=no_grads"}[kind]
+        return f"{FLAG[kind]}=true but memory.{role}.restore_{kind}s_from=saver.*garbage.*{policy}" if flag else "unset"
+    return "redundant" if flag is False else "set"
+
+
+@pytest.mark.parametrize("flag", [None, True, False], ids=["default", "true", "false"])
+@pytest.mark.parametrize("sleeps", [True, False], ids=["train", "none"])
+@pytest.mark.parametrize(("kind", "source"), [(kind, source) for kind in SOURCES for source in SOURCES[kind]])
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_flag_table(base, role, kind, source, sleeps, flag):
+    values: dict[str, object] = {"offload__train": sleeps, f"memory__{role}__restore_{kind}s_from": source}
+    if flag is not None:
+        values[f"roles__{role}__ddp__{FLAG[kind]}"] = flag
+    verdict = expected(sleeps=sleeps, role=role, kind=kind, source=source, flag=flag)
+    if verdict not in ("set", "unset", "redundant"):
+        with pytest.raises(ValueError, match=verdict):
+            with_values(base, **values)
+        return
+    config = with_values(base, **values)
+    assert getattr(config.roles[role].ddp, FLAG[kind]) is (verdict == "set")
+    row = make_plan(config).row(role, kind)
+    assert row.flag is (verdict == "set")
+    assert row.saver_backup is (sleeps and verdict != "set")
+    assert row.note.startswith("redundant") is (verdict == "redundant")
+    other = "critic" if role == "actor" else "actor"
+    assert config.roles[other].ddp.disable_grad_buffers_cpu_backup is sleeps  # untouched
+
+
+@pytest.mark.parametrize(
+    ("overrides", "policy"),
+    [
+        (["memory=full", f"roles.actor.ddp.{PARAM_FLAG}=true"], "memory=lean"),
+        (["memory=full", f"roles.actor.ddp.{PARAM_FLAG}=true"], "memory=rebuild"),
+        (["memory=lean", f"roles.critic.ddp.{PARAM_FLAG}=true"], "memory=rebuild"),
+        (["memory=full", f"roles.critic.ddp.{GRAD_FLAG}=true"], "memory=no_grads"),
+    ],
+)
+def test_the_policy_that_is_suggested_for_a_set_flag_works(overrides, policy):
+    assert policy in error_of(*overrides)
+    config_of(*overrides, policy)
+    # No policy that would not work is suggested.
+    assert ("memory=lean" in error_of(*overrides)) == ("actor" in overrides[1])
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_the_param_flag_needs_the_distributed_optimizer_only_when_it_is_set_explicitly(role):
+    off = f"roles.{role}.ddp.use_distributed_optimizer=false"
+    message = error_of(off, f"roles.{role}.ddp.{PARAM_FLAG}=true")
+    assert f"roles.{role}.ddp.{PARAM_FLAG}=true needs roles.{role}.ddp.use_distributed_optimizer=true" in message
+    assert make_plan(config_of(off)).row(role, "param").flag is None
+    assert make_plan(config_of(off, f"roles.{role}.ddp.{PARAM_FLAG}=false")).row(role, "param").flag is None
+
+
+def test_main_params_need_the_distributed_optimizer():
+    off = "roles.critic.ddp.use_distributed_optimizer=false"
+    message = error_of("memory=rebuild", off)
+    assert "memory.critic.restore_params_from=main_params needs" in message
+    assert suggested(message) == ["memory=lean"]
+    config_of("memory=lean", off)
+    config_of("memory=rebuild", off, "offload=none")
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize(
+    "extra", [[], [f"roles.actor.ddp.{GRAD_FLAG}=true"], ["memory=full"], ["offload=none", "offload.train=true"]]
+)
+def test_nccl_ub_does_not_go_with_sleep(role, extra):
+    given = f"roles.{role}.ddp.nccl_ub=true"
+    message = error_of(given, *extra)
+    assert given in message
+    assert "torch_memory_saver cannot pause" in message
+    assert suggested(message) == ["offload=none", f"roles.{role}.ddp.nccl_ub=false"]
+    config_of(*extra, f"roles.{role}.ddp.nccl_ub=false")
+    if not extra:
+        assert config_of("offload=none", given).roles[role].ddp.nccl_ub
+
+
+def test_nccl_ub_with_a_flag_and_without_sleep_names_the_flag():
+    message = error_of("offload=none", "roles.actor.ddp.nccl_ub=true", f"roles.actor.ddp.{GRAD_FLAG}=true")
+    assert f"roles.actor.ddp.{GRAD_FLAG}=true with offload=none" in message
+    assert "leave the flag out" in message
+
+
+@pytest.mark.parametrize("missing", ["use_distributed_optimizer", "overlap_grad_reduce"])
+def test_overlap_param_gather(missing):
+    wanted = ["roles.actor.ddp.overlap_param_gather=true", "roles.actor.ddp.overlap_grad_reduce=true"]
+    message = error_of(*wanted, f"roles.actor.ddp.{missing}=false")
+    assert f"roles.actor.ddp.{missing}=true" in message
+    assert config_of(*wanted).roles["actor"].ddp.overlap_param_gather
+
+
+def test_parallel_sizes():
+    assert error_of("parallel.tp=2") == "parallel.tp=2: only parallel.tp=1 is supported yet"
+    assert error_of("parallel.pp=2") == "parallel.pp=2: only parallel.pp=1 is supported yet"
+    assert "parallel.tp=0: must be at least 1" in error_of("parallel.tp=0")
+
+
+def test_world_size_spells_out_its_factors():
+    config = config_of("platform=cpu")
+    launch = dataclasses.replace(config.launch, nproc=6)
+    config = dataclasses.replace(config, launch=launch, parallel=dataclasses.replace(config.parallel, tp=2, pp=2))
+    with pytest.raises(ValueError, match=r"launch.nproc=6 .* 2 \* 2 = 4: use launch.nproc=4"):
+        rules.check_world_size(config)
+    config = dataclasses.replace(config, launch=dataclasses.replace(launch, nproc=4))
+    rules.check_world_size(config)
+    assert config.data_parallel_size == 1
+
+
+def test_tensor_parallel_sizes_that_fit_are_listed():
+    config = config_of("model.heads=8", "model.kv_heads=4", "model.ffn_size=96")
+    with pytest.raises(ValueError, match=r"parallel.tp=3 .*heads=8, kv_heads=4 and ffn_size=96.*parallel.tp=1, 2, 4$"):
+        rules.check_model_shapes(dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tp=3)))
+    for tp in (1, 2, 4):
+        rules.check_model_shapes(dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tp=tp)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "numbers", "suggestions"),
+    [
+        (["launch.nproc=3", "algo.micro_batch_size=1", "algo.warmup_batch_size=3"], ["=32", "size 3"], ["algo.prompts_per_step=33"]),
+        # 32 * 4 = 128 = 2 * 2 * 32; 64 a minibatch and rank
+        (["algo.micro_batch_size=48"], ["32 * 4 = 128", "1 * 2 * 48 = 96"], ["algo.prompts_per_step=48", "algo.micro_batch_size=32"]),
+        (["algo.minibatches=3"], ["1 * 3 * 64 = 192"], ["algo.prompts_per_step=48"]),
+        (["algo.prompts_per_step=5", "algo.responses_per_prompt=2", "algo.minibatches=4", "algo.micro_batch_size=1"],
+         ["5 * 2 = 10", "1 * 4 * 1 = 4"], ["algo.prompts_per_step=6"]),
+        (["launch.nproc=2", "algo.micro_batch_size=64"], ["2 * 2 * 64 = 256"], ["algo.prompts_per_step=64", "algo.micro_batch_size=32"]),
+        (["launch.nproc=2", "algo.micro_batch_size=32", "algo.warmup_batch_size=7"], ["=7", "size 2"], ["algo.warmup_batch_size=8"]),
+        (["rollout.max_new_tokens=100"], ["32 + 100 = 132", "=128"], ["model.max_length=132"]),
+        (["rollout.max_new_tokens=100", "model.max_length=132", "roles.critic.model.max_length=64"],
+         ["= 132", "roles.critic.model.max_length=64"], ["roles.critic.model.max_length=132"]),
+        (["model.kv_heads=3"], ["heads=4", "kv_heads=3"], ["model.kv_heads=1"]),
+        (["model.heads=3"], ["hidden_size=128", "2 * 3"], ["model.hidden_size=132"]),
+        (["roles.actor.model.hidden_size=130"], ["roles.actor.model.hidden_size=130"], ["roles.actor.model.hidden_size=136"]),
+        (["tokenizer.vocab_size=100"], ["tokenizer.vocab_size=100"], ["tokenizer.vocab_size=259"]),
+        (["algo.kl.placement=loss"], ["algo.kl.estimator=k1", "2506.09477"], ["algo.kl.estimator=k2", "algo.kl.placement=reward"]),
+        (["algo.start_critic_from_actor=true", "roles.critic.model.layers=8"], ["roles.critic.model"], ["algo.start_critic_from_actor=null"]),
+    ],
+)  # fmt: skip
+def test_messages_give_the_numbers_and_a_way_out(overrides, numbers, suggestions):
+    message = error_of(*SIZES, *overrides)
+    for number in numbers:
+        assert number in message
+    assert suggested(message) == suggestions
+    for suggestion in suggestions:
+        key = suggestion.partition("=")[0]
+        kept = [override for override in overrides if override.partition("=")[0] != key]
+        if overrides == ["model.heads=3"]:  # kv_heads=2 is the next complaint
+            kept.append("model.kv_heads=1")
+        config_of(*SIZES, *kept, suggestion)
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_both_roles_are_needed(role):
+    groups = ("role@roles.{}", "model@roles.{}.model", "optimizer@roles.{}.optimizer")
+    message = error_of(*("~" + group.format(role) for group in groups))
+    assert f"role@roles.{role}={role}" in message
+
+
+def test_every_choice_is_checked_wherever_it_can_be_set(base):
+    for dotted, allowed in limits.CHOICES.items():
+        prefixes = ["", "roles.actor.", "roles.critic."] if dotted.startswith(("model.", "optimizer.")) else [""]
+        for prefix in prefixes:
+            with pytest.raises(ValueError) as caught:  # noqa: PT011
+                with_values(base, **{f"{prefix}{dotted}".replace(".", "__"): "nonsense"})
+            assert str(caught.value) == f"{prefix}{dotted}=nonsense: must be one of {', '.join(allowed)}"
+
+
+def test_every_range_is_checked_at_both_ends(base):
+    for dotted, (smallest, largest) in limits.RANGES.items():
+        prefix = "roles.critic." if dotted == "optimizer.lr" else ""
+        for value in [smallest - 1] + ([] if largest is None else [largest + 1]):
+            with pytest.raises(ValueError, match=rf"^{prefix}{dotted}=\S+: must be (at least|between) {smallest}"):
+                with_values(base, **{f"{prefix}{dotted}".replace(".", "__"): value})
+
+
+def test_every_number_has_a_range_or_a_reason(base):
+    config = configuration.to_config(base)
+    numbers = set()
+
+    def walk(section, prefix):
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            if dataclasses.is_dataclass(value):
+                walk(value, f"{prefix}{field.name}.")
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                numbers.add(f"{prefix}{field.name}")
+
+    walk(config, "")
+    own_rule = {"seed", "tokenizer.vocab_size"}  # any seed; check_tokenizer
+    assert numbers - set(limits.RANGES) == own_rule
+
+
+@pytest.mark.parametrize("value", ["nan", "-1e-9"])
+def test_learning_rates_are_numbers(value):
+    assert error_of(f"roles.actor.optimizer.lr={value}").startswith("roles.actor.optimizer.lr=")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algo.dual_clip=1.0", "algo.dual_clip=1.0: must be greater than 1, or null"),
+        ("algo.kl.target=0", "algo.kl.target=0.0: must be greater than 0, or null"),
+        ("tokenizer.path=no/such/folder", "tokenizer.path=no/such/folder is no folder"),
+        ("memory.actor.restore_grads_from=backuper", "must be one of saver, none"),
+        ("memory.critic.restore_params_from=none", "must be one of saver, backuper, main_params"),
+        ("task.forms=roman", "task.forms"),
+        ("task.heldout_fraction=1.5", "task.heldout_fraction=1.5"),
+    ],
+)
+def test_values_with_rules_of_their_own(override, message):
+    assert message in error_of(override)
