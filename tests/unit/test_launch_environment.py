@@ -29,6 +29,7 @@ def test_cpu_workers_see_no_gpu_and_preload_nothing(sleeps):
 
 def test_cuda_without_sleep_preloads_nothing():
     assert worker_environment(platform="cuda", sleeps=False, threads_per_worker=3) == THREADS | {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
