@@ -22,8 +22,9 @@ def run_matrix(payload: tuple[Mapping[str, Config], str | None]) -> dict[str, An
     platform.set_up_process_groups(first)
     results = {}
     for name, config in configs.items():
-        patches.revert("cpu_saver")
-        patches.apply("cpu_saver")
+        if config.platform.name == "cpu":  # a fresh saver for each run
+            patches.revert("cpu_saver")
+            patches.apply("cpu_saver")
         with FAULTS[fault]():
             results[name] = run_one(config)
     return results
