@@ -47,10 +47,12 @@ def run_one(config: Config) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     run = worker.build(config, Phases(events.append, gpu=False))
     loop.train(run, loop.Outputs(recorder, None, recorder))
-    numbers = [{k: v for k, v in record.items() if not k.startswith(("seconds/", "host_", "asleep_"))} for record in records]
+    varying = ("seconds/", "host_", "asleep_")
+    numbers = [{k: v for k, v in record.items() if not k.startswith(varying)} for record in records]
     with run.actor.awake(tag=None):
         checksum = combined_digest(run.actor.weights_sha256())
-    return {"metrics": numbers, "actor_after_one_more_cycle": checksum, "slept": any("kind" in event for event in events)}
+    slept = any("kind" in event for event in events)
+    return {"metrics": numbers, "actor_after_one_more_cycle": checksum, "slept": slept}
 
 
 @contextmanager
