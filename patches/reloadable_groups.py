@@ -36,7 +36,8 @@ class ReloadableGroup(ProcessGroup):
 
     def __init__(self, kind: str, options: Any, backend_options: Any) -> None:
         """``kind`` is "gloo" or "nccl", ``options`` torch's ``_DistributedBackendOptions``."""
-        super().__init__(options.store, options.group_rank, options.group_size)
+        # Of torch's constructors the one for subclasses; its type stub lists only the other.
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         is_default = not options.global_ranks_in_group
         self._kinds = {"cpu": "gloo"} if kind == "gloo" else {"cuda": "nccl"} | ({"cpu": "gloo"} if is_default else {})
         self._options, self._backend_options = options, backend_options

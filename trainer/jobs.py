@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from hydra.experimental.callback import Callback
 
 from trainer.config import Config, to_plain
@@ -72,21 +73,16 @@ def read_result(directory: Path) -> dict[str, Any] | None:
 
 
 def sweep_table(directory: Path) -> Table:
-    """One row per job that was started under the sweep's directory; finished or not."""
+    """One row per job that was started under the sweep's directory, with the overrides that not all of them have."""
     jobs = sorted((path.parent for path in directory.rglob(".hydra")), key=_natural)
+    overrides = {job: yaml.safe_load((job / ".hydra" / "overrides.yaml").read_text()) for job in jobs}
+    shared = set.intersection(*map(set, overrides.values())) if len(jobs) > 1 else set()
     rows = []
     for job in jobs:
-        lines = (job / ".hydra" / "overrides.yaml").read_text().splitlines()
         result = read_result(job)
-        accuracy = None if result is None else result["heldout_accuracy"]
-        rows.append(
-            (
-                str(job.relative_to(directory)),
-                " ".join(line.removeprefix("- ") for line in lines if line != "[]"),
-                "finished" if result else "failed",
-                "-" if accuracy is None else f"{accuracy:.2%}",
-            )
-        )
+        own = " ".join(override for override in overrides[job] if override not in shared)
+        accuracy = "-" if result is None else f"{result['heldout_accuracy']:.2%}"
+        rows.append((str(job.relative_to(directory)), own, "failed" if result is None else "finished", accuracy))
     columns = ("job", "overrides", "state", "held-out accuracy")
     return Table(title=f"Sweep in {directory}", columns=columns, rows=rows, text_columns=3)
 

@@ -271,7 +271,8 @@ def check_lengths(config: Config) -> None:
             raise ValueError(
                 f"rollout.max_prompt_tokens + rollout.max_new_tokens = {config.rollout.max_prompt_tokens} + "
                 f"{config.rollout.max_new_tokens} = {length} exceeds roles.{role}.model.max_length="
-                f"{role_config.model.max_length}: use {_model_key(config, role, 'max_length')}={length} or shorter sequences"
+                f"{role_config.model.max_length}: use {_model_key(config, role, 'max_length')}={length} "
+                "or shorter sequences"
             )
 
 

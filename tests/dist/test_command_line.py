@@ -130,14 +130,14 @@ def test_a_sweep_again_skips_what_has_finished_and_overwrites_nothing(pair):
     _, sweep = pair
     directory = sweep.jobs()["1"].parent
     before = (directory / "3" / "metrics.jsonl").read_text()
-    task = ("task=jsonl", "task.path=sums.jsonl", f"hydra.sweep.dir={directory}", "algo.micro_batch_size=5,8")
+    task = ("task=jsonl", "task.path=sums.jsonl", f"hydra.sweep.dir={directory}")
 
-    again = torpor(sweep.directory, "-m", *SHORT, *task, "seed=1,2")
+    again = torpor(sweep.directory, "-m", *SHORT, *task, "seed=1,2", "algo.micro_batch_size=5,8")
     assert again.code == 1  # the two bad jobs are still bad
     assert again.stdout.count("finished already: ") == 2
     assert (directory / "3" / "metrics.jsonl").read_text() == before
 
-    other = torpor(sweep.directory, "-m", *SHORT, *task, "seed=3,4")
+    other = torpor(sweep.directory, "-m", *SHORT, *task, "seed=3,4", "algo.micro_batch_size=5,8")
     assert other.code == 1
     assert other.stderr.count("holds a run of another config, which this one would overwrite") == 2
     assert "hydra.sweep.dir" in other.stderr
@@ -162,10 +162,13 @@ def test_a_worker_exception_is_shown_once(tmp_path):
     [
         (["launch.nproc=0"], ["error: launch.nproc=0: must be at least 1"]),
         (["task=jsonl"], ["error: no value given for task.path: add task.path=... to the command"]),
-        (["platform=cuda"], ["error: launch.nproc=1 with platform=cuda needs a GPU for each worker, and 0 are visible: use fewer workers, or platform=cpu"]),
+        (
+            ["platform=cuda"],
+            ["error: launch.nproc=1 with platform=cuda needs a GPU for each worker, and 0 are visible: use"],
+        ),
         (["+algo.epoch=2"], ["error: algo.epoch: Key 'epoch' not in 'AlgoConfig'", "hint: did you mean algo.epochs"]),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_clean_error_before_anything_is_launched(tmp_path, arguments, lines):
     done = torpor(tmp_path, *arguments)
     assert done.code == 1

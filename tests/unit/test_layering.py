@@ -1,4 +1,4 @@
-"""Imports run one way; who may know omegaconf, torch_memory_saver and the environment; what the parent never imports."""
+"""Imports run one way; who may know omegaconf, torch_memory_saver and the environment; what the parent imports."""
 
 import ast
 import subprocess
@@ -29,7 +29,6 @@ LAYERS = [
     ["trainer.__main__", "trainer.bench"],
 ]
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
-# Type annotations may look the other way: they are not imported when the program runs.
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for package in ("trainer", "patches")
@@ -89,9 +88,10 @@ def test_leaf_packages_know_only_themselves(package):
 
 
 def test_algo_is_pure_tensor_functions():
+    libraries = {"__future__", "collections", "dataclasses", "math", "torch", "trainer", "typing"}
     for module in MODULES:
         if module.startswith("trainer.algo"):
-            assert {name.split(".")[0] for name in imports(module)} <= {"__future__", "collections", "dataclasses", "math", "torch", "trainer", "typing"}  # fmt: skip
+            assert {name.split(".")[0] for name in imports(module)} <= libraries
 
 
 def test_who_imports_what():
@@ -112,12 +112,15 @@ def test_who_imports_what():
     ]
 
 
+WRITERS = {f"os.environ.{name}" for name in ("update", "setdefault", "pop", "clear")} | {"os.putenv", "os.unsetenv"}
+
+
 def writes_environment(node: ast.AST) -> bool:
     """``os.environ[...] = ``, ``del os.environ[...]``, ``os.environ.update`` and the like, ``os.putenv``."""
     if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
         return ast.unparse(node.value) == "os.environ"
     if isinstance(node, ast.Call):
-        return ast.unparse(node.func) in {f"os.environ.{name}" for name in ("update", "setdefault", "pop", "clear")} | {"os.putenv", "os.unsetenv"}  # fmt: skip
+        return ast.unparse(node.func) in WRITERS
     return isinstance(node, ast.AugAssign) and ast.unparse(node.target) == "os.environ"
 
 

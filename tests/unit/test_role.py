@@ -313,6 +313,28 @@ def test_main_params_that_sleep_are_read_from_their_host_copy_or_not_at_all():
         assert role.weights_sha256() == expected
 
 
+CHANGES = {"none": lambda role: None, "train": train, "load": lambda role: role.load_weights(weights_of(role))}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_copy_that_backup_begins_is_made_again_only_after_a_change(change):
+    """Of the optimizer state, whose host copy overlaps with what comes between training and sleep."""
+    role = make_role("actor", "memory=lean")
+    train(role)
+    role.backup()
+    host_copy = role._regions._arena.copy
+    begun_early = host_copy.clone()
+    CHANGES[change](role)
+    expected = role.weights_sha256()
+    host_copy.fill_(torch.nan)
+    role.sleep()
+    assert host_copy.isnan().any() == (change == "none")
+    if change == "none":
+        host_copy.copy_(begun_early)
+    role.wake_up()
+    assert role.weights_sha256() == expected
+
+
 # ---- main params follow the weights --------------------------------------------------------------------------------
 
 
@@ -380,8 +402,6 @@ def region_bytes(role, *, backup=None):
 def test_rss_falls_by_what_is_released_and_stays_flat(policy):
     events = []
     role = make_role("actor", f"memory={policy}", *MEDIUM, events=events)
-    train(role)
-    role.backup()
     awake, asleep = [], []
     for _ in range(10):
         role.sleep()

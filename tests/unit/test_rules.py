@@ -105,7 +105,6 @@ def test_flag_table(base, role, kind, source, sleeps, flag):
 def test_the_policy_that_is_suggested_for_a_set_flag_works(overrides, policy):
     assert policy in error_of(*overrides)
     config_of(*overrides, policy)
-    # No policy that would not work is suggested.
     assert ("memory=lean" in error_of(*overrides)) == ("actor" in overrides[1])
 
 
@@ -184,25 +183,59 @@ def test_tensor_parallel_sizes_that_fit_are_listed():
 @pytest.mark.parametrize(
     ("overrides", "numbers", "suggestions"),
     [
-        (["launch.nproc=3", "algo.micro_batch_size=1", "algo.warmup_batch_size=3"], ["=32", "size 3"], ["algo.prompts_per_step=33"]),
+        (
+            ["launch.nproc=3", "algo.micro_batch_size=1", "algo.warmup_batch_size=3"],
+            ["=32", "size 3"],
+            ["algo.prompts_per_step=33"],
+        ),
         # 32 * 4 = 128 = 2 * 2 * 32; 64 a minibatch and rank
-        (["algo.micro_batch_size=48"], ["32 * 4 = 128", "1 * 2 * 48 = 96"], ["algo.prompts_per_step=48", "algo.micro_batch_size=32"]),
+        (
+            ["algo.micro_batch_size=48"],
+            ["32 * 4 = 128", "1 * 2 * 48 = 96"],
+            ["algo.prompts_per_step=48", "algo.micro_batch_size=32"],
+        ),
         (["algo.minibatches=3"], ["1 * 3 * 64 = 192"], ["algo.prompts_per_step=48"]),
-        (["algo.prompts_per_step=5", "algo.responses_per_prompt=2", "algo.minibatches=4", "algo.micro_batch_size=1"],
-         ["5 * 2 = 10", "1 * 4 * 1 = 4"], ["algo.prompts_per_step=6"]),
-        (["launch.nproc=2", "algo.micro_batch_size=64"], ["2 * 2 * 64 = 256"], ["algo.prompts_per_step=64", "algo.micro_batch_size=32"]),
-        (["launch.nproc=2", "algo.micro_batch_size=32", "algo.warmup_batch_size=7"], ["=7", "size 2"], ["algo.warmup_batch_size=8"]),
+        (
+            ["algo.prompts_per_step=5", "algo.responses_per_prompt=2", "algo.minibatches=4", "algo.micro_batch_size=1"],
+            ["5 * 2 = 10", "1 * 4 * 1 = 4"],
+            ["algo.prompts_per_step=6"],
+        ),
+        (
+            ["launch.nproc=2", "algo.micro_batch_size=64"],
+            ["2 * 2 * 64 = 256"],
+            ["algo.prompts_per_step=64", "algo.micro_batch_size=32"],
+        ),
+        (
+            ["launch.nproc=2", "algo.micro_batch_size=32", "algo.warmup_batch_size=7"],
+            ["=7", "size 2"],
+            ["algo.warmup_batch_size=8"],
+        ),
         (["rollout.max_new_tokens=100"], ["32 + 100 = 132", "=128"], ["model.max_length=132"]),
-        (["rollout.max_new_tokens=100", "model.max_length=132", "roles.critic.model.max_length=64"],
-         ["= 132", "roles.critic.model.max_length=64"], ["roles.critic.model.max_length=132"]),
+        (
+            ["rollout.max_new_tokens=100", "model.max_length=132", "roles.critic.model.max_length=64"],
+            ["= 132", "roles.critic.model.max_length=64"],
+            ["roles.critic.model.max_length=132"],
+        ),
         (["model.kv_heads=3"], ["heads=4", "kv_heads=3"], ["model.kv_heads=1"]),
         (["model.heads=3"], ["hidden_size=128", "2 * 3"], ["model.hidden_size=132"]),
-        (["roles.actor.model.hidden_size=130"], ["roles.actor.model.hidden_size=130"], ["roles.actor.model.hidden_size=136"]),
+        (
+            ["roles.actor.model.hidden_size=130"],
+            ["roles.actor.model.hidden_size=130"],
+            ["roles.actor.model.hidden_size=136"],
+        ),
         (["tokenizer.vocab_size=100"], ["tokenizer.vocab_size=100"], ["tokenizer.vocab_size=259"]),
-        (["algo.kl.placement=loss"], ["algo.kl.estimator=k1", "2506.09477"], ["algo.kl.estimator=k2", "algo.kl.placement=reward"]),
-        (["algo.start_critic_from_actor=true", "roles.critic.model.layers=8"], ["roles.critic.model"], ["algo.start_critic_from_actor=null"]),
+        (
+            ["algo.kl.placement=loss"],
+            ["algo.kl.estimator=k1", "2506.09477"],
+            ["algo.kl.estimator=k2", "algo.kl.placement=reward"],
+        ),
+        (
+            ["algo.start_critic_from_actor=true", "roles.critic.model.layers=8"],
+            ["roles.critic.model"],
+            ["algo.start_critic_from_actor=null"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_messages_give_the_numbers_and_a_way_out(overrides, numbers, suggestions):
     message = error_of(*SIZES, *overrides)
     for number in numbers:

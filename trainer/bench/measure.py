@@ -217,7 +217,7 @@ def state_sha256(role: Any) -> str:
             yield from tensor.detach().reshape(-1).view(torch.uint8).split(_DIGEST_PIECE_BYTES)
 
     def piece_digest(piece: torch.Tensor) -> bytes:
-        return hashlib.sha256(memoryview(piece.cpu().numpy())).digest()
+        return hashlib.sha256(piece.cpu().numpy().data).digest()
 
     with ThreadPoolExecutor(_DIGEST_THREADS) as pool:
         return hashlib.sha256(b"".join(pool.map(piece_digest, pieces()))).hexdigest()

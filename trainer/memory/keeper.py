@@ -32,7 +32,10 @@ class ArenaKeeper:
         return self._copy
 
     def start_save(self) -> None:
-        """Begin copying to the host, after everything queued so far; the tensor must not change until it is saved."""
+        """Begin copying to the host, after everything queued so far, unless that was begun and :meth:`invalidate` not
+        called since; the tensor must not change until it is saved."""
+        if self._is_saved:
+            return
         self._arena.wait_until_pinned()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
