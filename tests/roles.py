@@ -1,5 +1,6 @@
 """Real roles of a tiny model in this process, and batches for them to work on."""
 
+import functools
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def fresh_saver() -> None:
     patches.apply("cpu_saver")
 
 
+@functools.cache
 def small_config(*overrides: str) -> Config:
     return config_of(*SMALL, *overrides)
 

@@ -103,7 +103,8 @@ class TensorBackuper:
         sources = dict(pairs)
         if len(sources) < len(pairs):
             names = [name for name, _ in pairs]
-            raise ValueError(f"two tensors of the model are called {', '.join(n for n in sources if names.count(n) > 1)}")
+            repeated = ", ".join(name for name in sources if names.count(name) > 1)
+            raise ValueError(f"two tensors of the model are called {repeated}")
         return sources
 
     def _new_tag(self, like: Mapping[str, torch.Tensor]) -> tuple[HostArena, dict[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from torch import distributed
 def data_parallel_group() -> distributed.ProcessGroup:
     from megatron.core import parallel_state
 
-    return parallel_state.get_data_parallel_group()
+    return parallel_state.get_data_parallel_group()  # type: ignore[return-value]
 
 
 def data_parallel_rank() -> int:

@@ -92,15 +92,14 @@ def warm_up(run: Run, outputs: Outputs) -> None:
                 mean = sums["loss_sum"] / sums["loss_count"]
                 outputs.progress.warm_up(number, total=settings.warmup_steps, loss=mean)
         actor.copy_to_tag("ref")
-    if run.config.critic_starts_from_actor:
+    if run.config.critic_starts_from_actor and actor.backuper:
         with run.phases.phase("warm_up", step=0), run.critic.awake():
-            start_critic_from(run.actor.backuper.get("ref"), run.critic)
+            start_critic_from(actor.backuper.get("ref"), run.critic)
 
 
 def start_critic_from(weights: Mapping[str, Tensor], critic: Role) -> None:
     """Give the critic the actor's body; its value head, which no actor has, starts anew (at zero)."""
-    own = dict(named_tensors(critic.chunks))
-    critic.load_weights({name: tensor for name, tensor in weights.items() if ".output_layer." not in name and name in own})
+    critic.load_weights({name: tensor for name, tensor in weights.items() if ".output_layer." not in name})
 
 
 def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: float) -> dict[str, float]:

@@ -290,4 +290,4 @@ class Role:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -167,9 +167,7 @@ def overlap_in_several_buckets() -> dict[str, Any]:
                 ]
             for tag in ("ref", "actor"):
                 with role.awake(kinds=FORWARD, tag=tag):
-                    numbers, _ = step.log_probs(
-                        role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, micro_batch_size=2
-                    )
+                    numbers, _ = step.log_probs(role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, micro_batch_size=2)
                     losses.append(numbers.sum().item())
         role.wake_up()
         results[case] = (buckets, losses, all_ranks_hold(role))

@@ -136,9 +136,7 @@ def test_more_padding_changes_no_bit():
 def test_kl_in_the_reward_reaches_actor_and_critic_alike():
     log_probs, ref_log_probs = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -4.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)
-    kl = kl_estimate(
-        log_probs, ref_log_probs=ref_log_probs, response_mask=mask, estimator="k1", clamp=None
-    )  # 0.5, 2
+    kl = kl_estimate(log_probs, ref_log_probs=ref_log_probs, response_mask=mask, estimator="k1", clamp=None)  # 0.5, 2
     results = []
     for kl_coef in (0.0, 0.1):
         rewards = token_rewards(torch.tensor([1.0]), kl=kl, response_mask=mask, kl_coef=kl_coef)

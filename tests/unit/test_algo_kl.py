@@ -29,9 +29,7 @@ def test_estimators_by_hand():
 def test_exactly_zero_where_actor_equals_ref(estimator):
     log_probs = -torch.rand(4, 9, generator=torch.Generator().manual_seed(0))
     mask = torch.ones(4, 9, dtype=torch.bool)
-    kl = kl_estimate(
-        log_probs, ref_log_probs=log_probs.clone(), response_mask=mask, estimator=estimator, clamp=None
-    )
+    kl = kl_estimate(log_probs, ref_log_probs=log_probs.clone(), response_mask=mask, estimator=estimator, clamp=None)
     assert torch.equal(kl, torch.zeros(4, 9))
 
 
@@ -55,9 +53,7 @@ def test_padding_reaches_neither_value_nor_gradient(estimator, garbage):
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", -5.0), ("k2", 12.5), ("k3", math.exp(5) - 6)])
 def test_clamp_bounds_the_log_ratio(estimator, expected):
     log_probs = torch.tensor([[-200.0]], requires_grad=True)  # exp(199) overflows float32
-    kl = kl_estimate(
-        log_probs, ref_log_probs=torch.tensor([[-1.0]]), response_mask=ONE, estimator=estimator, clamp=5.0
-    )
+    kl = kl_estimate(log_probs, ref_log_probs=torch.tensor([[-1.0]]), response_mask=ONE, estimator=estimator, clamp=5.0)
     kl.sum().backward()
     assert kl.item() == pytest.approx(expected)
     assert log_probs.grad.item() == 0.0
@@ -65,9 +61,7 @@ def test_clamp_bounds_the_log_ratio(estimator, expected):
 
 def test_unknown_estimator():
     with pytest.raises(ValueError, match=r"'k4'.*k1, k2, k3.*algo\.kl\.estimator="):
-        kl_estimate(
-            torch.zeros(1, 1), ref_log_probs=torch.zeros(1, 1), response_mask=ONE, estimator="k4", clamp=None
-        )
+        kl_estimate(torch.zeros(1, 1), ref_log_probs=torch.zeros(1, 1), response_mask=ONE, estimator="k4", clamp=None)
 
 
 REF = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64).log()
@@ -89,9 +83,7 @@ def expected_gradient(loss_of_log_probs):
 
 def kl_loss(log_p, estimator):
     mask = torch.ones(1, 4, dtype=torch.bool)
-    return kl_estimate(
-        log_p[None], ref_log_probs=REF[None], response_mask=mask, estimator=estimator, clamp=None
-    )[0]
+    return kl_estimate(log_p[None], ref_log_probs=REF[None], response_mask=mask, estimator=estimator, clamp=None)[0]
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)

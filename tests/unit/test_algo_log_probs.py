@@ -17,9 +17,9 @@ def random_case(*, dtype=torch.float64, vocabulary=7, vocab_size=5):
 
 def plain(logits, targets, *, temperature, vocab_size):
     """The formulas as torch has them, with full-size intermediates."""
-    log_p = (
-        logits[..., :vocab_size].to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    ).log_softmax(-1)
+    log_p = (logits[..., :vocab_size].to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(
+        -1
+    )
     return log_p.gather(-1, targets[..., None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
@@ -29,9 +29,7 @@ def test_by_hand():
     log_prob = log_probs_from_logits(logits, torch.tensor([[1]]), temperature=1.0, vocab_size=3)
     entropy = entropy_from_logits(logits, temperature=1.0, vocab_size=3)
     assert log_prob.item() == pytest.approx(math.log(3 / 8))
-    assert entropy.item() == pytest.approx(
-        1 / 8 * math.log(8) + 3 / 8 * math.log(8 / 3) + 1 / 2 * math.log(2)
-    )
+    assert entropy.item() == pytest.approx(1 / 8 * math.log(8) + 3 / 8 * math.log(8 / 3) + 1 / 2 * math.log(2))
 
 
 def test_temperature_by_hand():

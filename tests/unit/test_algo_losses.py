@@ -54,9 +54,7 @@ def test_dual_clip_by_hand():
 
 
 def test_log_ratio_clamp_keeps_everything_finite():
-    loss, gradient, stats = one_token_losses(
-        [math.exp(300), math.exp(-300)], [-1.0, 1.0], log_ratio_clamp=2.0
-    )
+    loss, gradient, stats = one_token_losses([math.exp(300), math.exp(-300)], [-1.0, 1.0], log_ratio_clamp=2.0)
     assert loss == pytest.approx([math.exp(2), -math.exp(-2)])
     assert gradient == [0.0, 0.0]
     assert stats["ppo_kl"] == pytest.approx(0.0, abs=1e-9)  # -300 + 300, not clamped
@@ -153,9 +151,7 @@ def losses_with_padding(padding, mask):
     )
     kl = kl_estimate(log_probs, ref_log_probs=padded(), response_mask=mask, estimator="k3", clamp=None)
     numerators = [
-        aggregate(x, mask=mask, mode=mode)[0]
-        for x in (actor_loss, critic_loss, kl)
-        for mode in LOSS_AGGREGATIONS
+        aggregate(x, mask=mask, mode=mode)[0] for x in (actor_loss, critic_loss, kl) for mode in LOSS_AGGREGATIONS
     ]
     torch.stack(numerators).sum().backward()
     return [actor_loss, critic_loss, log_probs.grad, values.grad, *numerators], {
@@ -220,9 +216,7 @@ def gradients_of_split(split, mode):
     """Weight gradients and summed stats of a linear actor and critic, rows shared as `split` says."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(4, 200, 3, generator=generator, dtype=torch.float64)
-    old_log_probs, advantages, old_values, returns = torch.randn(
-        4, 4, 200, generator=generator, dtype=torch.float64
-    )
+    old_log_probs, advantages, old_values, returns = torch.randn(4, 4, 200, generator=generator, dtype=torch.float64)
     mask = torch.arange(200)[None] < torch.tensor(LENGTHS)[:, None]
     weight = torch.full((2, 3), 0.3, dtype=torch.float64, requires_grad=True)
     micro_batches = [rows for rank in split for rows in rank]

@@ -12,7 +12,12 @@ MIB = 1 << 20
 
 
 def test_pieces_lie_one_after_the_other_and_64_byte_aligned():
-    tensors = [torch.empty(3, 5, dtype=torch.bfloat16), torch.empty(7), torch.empty(()), torch.empty(65, dtype=torch.int8)]
+    tensors = [
+        torch.empty(3, 5, dtype=torch.bfloat16),
+        torch.empty(7),
+        torch.empty(()),
+        torch.empty(65, dtype=torch.int8),
+    ]
     assert HostArena.bytes_needed(tensors) == 64 + 64 + 64 + 128
     arena = HostArena(HostArena.bytes_needed(tensors), pinned=False)
     pieces = [arena.empty_like(tensor) for tensor in tensors]

@@ -14,7 +14,13 @@ MIB = 1 << 20
 
 def weights(value, *, hidden=256):
     """Shapes of a small transformer: matrices, norms, a table, an fp32 head."""
-    shapes = {"embed": (320, hidden), "norm": (hidden,), "fc": (2 * 352, hidden), "inv_freq": (16,), "head": (1, hidden)}
+    shapes = {
+        "embed": (320, hidden),
+        "norm": (hidden,),
+        "fc": (2 * 352, hidden),
+        "inv_freq": (16,),
+        "head": (1, hidden),
+    }
     return {
         name: torch.full(shape, value, dtype=torch.float32 if name in ("inv_freq", "head") else torch.bfloat16)
         for name, shape in shapes.items()
@@ -32,7 +38,7 @@ def values_of(tensors):
 @pytest.mark.parametrize("single_tag", ["actor", "", False])
 def test_a_single_tag_is_refused(single_tag):
     with pytest.raises(ValueError, match="single_tag must be None"):
-        TensorBackuper.create(source_getter=lambda: [], single_tag=single_tag)
+        TensorBackuper.create(source_getter=list, single_tag=single_tag)
 
 
 def test_actor_ref_actor_is_bit_equal_in_place():
@@ -105,6 +111,7 @@ def test_a_second_backup_takes_no_memory_and_the_first_takes_the_exact_size():
     size_bytes = sum(tensor.nbytes for tensor in own.values())
     backuper = backuper_of(own)
     process = psutil.Process()
+    gc.collect()
     rss_bytes = [process.memory_info().rss]
     for value in (1.0, 2.0, 3.0):
         own["fc"].fill_(value)
@@ -152,7 +159,7 @@ def test_a_model_that_changed_is_refused_and_the_backup_kept(change):
     for tensor in own.values():
         tensor.fill_(2.0)
     for call in (backuper.backup, backuper.restore):
-        with pytest.raises(ValueError, match="not those backed up under 'actor'.*(norm|extra)"):
+        with pytest.raises(ValueError, match=r"not those backed up under 'actor'.*(norm|extra)"):
             call("actor")
     assert values_of(backuper.get("actor")) == {1.0}
     assert values_of(own) == {2.0}

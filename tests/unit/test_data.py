@@ -68,7 +68,7 @@ def test_a_supervised_batch_asks_for_the_answer_and_the_end(tokenizer):
     assert tokens.shape[0] == 8
     assert tokens.shape[1] % 8 == 0
     assert mask.shape == (8, tokens.shape[1] - 1)
-    answers = dict((example.question, example.answer) for example in TASK.train)
+    answers = {example.question: example.answer for example in TASK.train}
     for row, row_mask in zip(tokens, mask, strict=True):
         response = row[1:][row_mask].tolist()
         first = int(row_mask.nonzero()[0]) + 1

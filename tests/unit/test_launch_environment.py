@@ -36,9 +36,7 @@ def test_cuda_without_sleep_preloads_nothing():
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-@pytest.mark.parametrize(
-    "value", ["expandable_segments:True", "max_split_size_mb:64, expandable_segments: True"]
-)
+@pytest.mark.parametrize("value", ["expandable_segments:True", "max_split_size_mb:64, expandable_segments: True"])
 def test_expandable_segments_are_refused_when_roles_sleep(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=rf"{name}=.*offload=none"):
@@ -53,17 +51,11 @@ def test_code_calls_the_saver_exactly_when_it_is_preloaded(monkeypatch):
     for platform in ("cpu", "cuda"):
         for sleeps in (False, True):
             environment = worker_environment(platform=platform, sleeps=sleeps, threads_per_worker=1)
-            assert (
-                ("LD_PRELOAD" in environment)
-                == uses_preload(platform, sleeps)
-                == (platform == "cuda" and sleeps)
-            )
+            assert ("LD_PRELOAD" in environment) == uses_preload(platform, sleeps) == (platform == "cuda" and sleeps)
 
 
 @pytest.mark.parametrize("cuda_version", ["12.8", "13.0"])
-def test_library_of_torchs_cuda_comes_first_then_its_runtime_then_the_users(
-    monkeypatch, tmp_path, cuda_version
-):
+def test_library_of_torchs_cuda_comes_first_then_its_runtime_then_the_users(monkeypatch, tmp_path, cuda_version):
     major = cuda_version[:2]
     site_packages = tmp_path / "site-packages"
     runtime = site_packages / "nvidia" / "cuda_runtime" / "lib" / f"libcudart.so.{major}"

@@ -344,7 +344,5 @@ def test_unknown_logger_names_the_override(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_imports_neither_torch_nor_matplotlib() -> None:
-    code = (
-        "import sys, trainer.report; print([m for m in ('torch', 'matplotlib', 'wandb') if m in sys.modules])"
-    )
+    code = "import sys, trainer.report; print([m for m in ('torch', 'matplotlib', 'wandb') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

@@ -47,8 +47,7 @@ def kl_estimate(
     if estimator == "k3":
         return torch.expm1(-log_ratio) + log_ratio
     raise ValueError(
-        f"unknown KL estimator {estimator!r}; allowed: {', '.join(KL_ESTIMATORS)}; "
-        "override algo.kl.estimator=..."
+        f"unknown KL estimator {estimator!r}; allowed: {', '.join(KL_ESTIMATORS)}; override algo.kl.estimator=..."
     )
 
 

@@ -60,7 +60,7 @@ class HostArena:
         torch.cuda.set_device(device)
         with ThreadPoolExecutor(_TOUCH_THREADS) as pool:
             list(pool.map(torch.Tensor.zero_, self._flat.tensor_split(_TOUCH_THREADS)))
-        error = torch.cuda.cudart().cudaHostRegister(self._flat.data_ptr(), self.size_bytes, 0)
+        error = torch.cuda.cudart().cudaHostRegister(self._flat.data_ptr(), self.size_bytes, 0)  # type: ignore[union-attr]
         if int(error) != 0:
             raise RuntimeError(
                 f"the CUDA driver could not page-lock {self.size_bytes / 2**30:.2f} GiB of host memory ({error}); "
@@ -71,4 +71,4 @@ class HostArena:
         with suppress(Exception):  # at interpreter exit torch may be gone, and the driver frees everything
             if self._pinning is not None and self._pinning.exception() is None:
                 torch.cuda.synchronize()
-                torch.cuda.cudart().cudaHostUnregister(self._flat.data_ptr())
+                torch.cuda.cudart().cudaHostUnregister(self._flat.data_ptr())  # type: ignore[union-attr]

@@ -70,7 +70,7 @@ def _block_spec(model: ModelConfig) -> TransformerBlockSubmodules:
     if model.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     assert isinstance(layer, ModuleSpec)
-    return TransformerBlockSubmodules(layer_specs=[layer] * model.layers, layer_norm=RmsNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * model.layers, layer_norm=RmsNorm)  # type: ignore[arg-type]
 
 
 def build_gpt(
@@ -94,7 +94,7 @@ def build_gpt(
         rotary_base=model.rope_theta,  # type: ignore[arg-type]
     )
     if value_head:
-        gpt.output_layer = ValueHead(config)
+        gpt.output_layer = ValueHead(config)  # type: ignore[assignment]
     return gpt.to(torch.cuda.current_device())
 
 

@@ -57,9 +57,7 @@ class WandbLogger(Logger):
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError("logger=wandb needs: pip install 'torpor[wandb]'") from error
-        self._run = wandb.init(
-            project=project, name=directory.name, dir=str(directory), config=dict(hyperparameters)
-        )
+        self._run = wandb.init(project=project, name=directory.name, dir=str(directory), config=dict(hyperparameters))
 
     def log(self, record: Record) -> None:
         self._run.log(_numbers(record), step=record["step"])
@@ -71,9 +69,7 @@ class WandbLogger(Logger):
         self._run.finish(exit_code=0 if exception_type is None else 1)
 
 
-def open_loggers(
-    logger: LoggerConfig, directory: Path, *, hyperparameters: Mapping[str, Any] | None = None
-) -> Logger:
+def open_loggers(logger: LoggerConfig, directory: Path, *, hyperparameters: Mapping[str, Any] | None = None) -> Logger:
     """The logger that the config asks for, to be closed or used as a context manager, on rank 0 only.
 
     Args:

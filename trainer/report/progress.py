@@ -73,9 +73,7 @@ class Progress:
         self._tasks: dict[str, progress.TaskID] = {}
         self._header_printed = False
         self._live: Live | None = None
-        terminal = (
-            self._console.file.isatty()
-        )  # not console.is_terminal, which FORCE_COLOR sets for files too
+        terminal = self._console.file.isatty()  # not console.is_terminal, which FORCE_COLOR sets for files too
         if terminal and not self._console.is_dumb_terminal:
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
 
