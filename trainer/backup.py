@@ -59,7 +59,6 @@ class TensorBackuper:
             self._tags[tag] = self._new_tag(sources)
         copies = self.get(tag)
         _check_same(sources, copies, tag)
-        self._tags[tag][0].wait_until_pinned()
         for name, tensor in sources.items():
             copies[name].copy_(tensor.detach(), non_blocking=True)
         _synchronize()
@@ -109,6 +108,7 @@ class TensorBackuper:
 
     def _new_tag(self, like: Mapping[str, torch.Tensor]) -> tuple[HostArena, dict[str, torch.Tensor]]:
         arena = HostArena(HostArena.bytes_needed(like.values()), pinned=self._pinned)
+        arena.wait_until_ready()
         return arena, {name: arena.empty_like(tensor) for name, tensor in like.items()}
 
 

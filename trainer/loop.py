@@ -95,6 +95,8 @@ def warm_up(run: Run, outputs: Outputs) -> None:
     if run.config.critic_starts_from_actor and actor.backuper:
         with run.phases.phase("warm_up", step=0), run.critic.awake():
             start_critic_from(actor.backuper.get("ref"), run.critic)
+        if outputs.progress:
+            outputs.progress.note("the critic starts from the warmed-up actor; only its value head is new")
 
 
 def start_critic_from(weights: Mapping[str, Tensor], critic: Role) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from datetime import timedelta
 
 import torch
@@ -21,6 +22,8 @@ def set_up(config: Config) -> list[str]:
         One line per applied patch, for the log.
     """
     torch.set_num_threads(config.launch.threads_per_worker)
+    # megatron-core warns at import that Transformer Engine and Apex are absent, which is fine here.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     names = ["ddp_buffer_backup", "fused_adamw", "one_rank_groups", "reloadable_groups"]
     if config.platform.name == "cpu":
         names = ["cpu_platform", *names, "cpu_saver"]

@@ -53,7 +53,10 @@ def run(job: Job) -> dict[str, Any]:
         write_report(
             job.directory,
             config=to_plain(job.config),
-            summary={"platform": platform.describe(job.config), "patches": "; ".join(patch_lines)},
+            summary={
+                "platform": platform.describe(job.config),
+                "patches": ", ".join(line.partition(":")[0] for line in patch_lines),
+            },
             plan=plan_rows(job.config),
         )
     return result

@@ -55,6 +55,12 @@ def _gpu_used_bytes() -> int:
     return total - free
 
 
+def _weights(role: Any) -> dict[str, torch.Tensor]:
+    from trainer.models.build import named_tensors
+
+    return {name: tensor.detach().clone() for name, tensor in named_tensors(role.chunks)}
+
+
 def cycles(config: Config) -> dict[str, Any]:
     """Ten sleep and wake-up cycles of both roles, each with an optimizer step in between."""
     actor, critic = _roles(config)
@@ -126,8 +132,10 @@ def every_path(config: Config) -> dict[str, Any]:
         actor.backup()
     asleep("train")
     with actor.awake(kinds={"param"}):
+        own = _weights(actor)
         actor.copy_to_tag("ref")
         actor.switch_to("ref")
+        used["ref_differs"] = sum(not torch.equal(tensor, own[name]) for name, tensor in _weights(actor).items())
     asleep("switch")
     with critic.awake():
         tokens = torch.zeros(1, 8, dtype=torch.long, device="cuda")

@@ -86,7 +86,7 @@ def measure_roofline(job: CaseJob) -> dict[str, float]:
     device = torch.ones(size_bytes, dtype=torch.uint8, device=torch.cuda.current_device())
     arena = HostArena(size_bytes, pinned=job.config.platform.name == "cuda")
     host = arena.empty_like(device)
-    arena.wait_until_pinned()
+    arena.wait_until_ready()
     stream = torch.cuda.Stream()
 
     def copy(target: torch.Tensor, source: torch.Tensor) -> None:

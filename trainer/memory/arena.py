@@ -51,8 +51,9 @@ class HostArena:
         assert self._used_bytes <= self.size_bytes, "the arena is full"
         return self._flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
-    def wait_until_pinned(self) -> None:
-        """Block until page-locking is done, before the first copy. Raises RuntimeError if the driver refused."""
+    def wait_until_ready(self) -> None:
+        """Block until page-locking is done. Call it before the first byte is written: touching the pages zeroes them.
+        Raises RuntimeError if the driver refused."""
         if self._pinning is not None:
             self._pinning.result()
 

@@ -36,7 +36,7 @@ class ArenaKeeper:
         called since; the tensor must not change until it is saved."""
         if self._is_saved:
             return
-        self._arena.wait_until_pinned()
+        self._arena.wait_until_ready()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._copy.copy_(self._flat, non_blocking=True)

@@ -201,7 +201,7 @@ def draw_memory(memory: Sequence[Record], path: Path) -> bool:
         grid[0, 1].set_title(f"Step {samples[-1].step}, phase by phase")
         names = dict.fromkeys(sample.phase for sample in last_step[1:])
         patches = [Patch(color=_phase_color(i), alpha=_SHADE, label=name) for i, name in enumerate(names)]
-        figure.legend(handles=patches, loc="outside lower center", ncols=min(10, len(names)), fontsize=9)
+        figure.legend(handles=patches, loc="outside lower center", ncols=min(5, len(names)), fontsize=9)
         figure.savefig(path)
     return True
 

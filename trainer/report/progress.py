@@ -84,6 +84,10 @@ class Progress:
         elif step == total or step % max(1, total // _PLAIN_WARM_UP_LINES) == 0:
             self._print(f"{'warm-up':>9}  {f'{step}/{total}':>11}   loss {loss:.4f}")
 
+    def note(self, text: str) -> None:
+        """One line that stays, above the live part."""
+        self._console.print(text, highlight=False)
+
     def step(self, record: Record) -> None:
         """PPO step `record["step"]` is done; `record` is its line of metrics.jsonl."""
         step, cells = record["step"], [column.cell(record) for column in _COLUMNS]

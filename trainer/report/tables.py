@@ -27,9 +27,10 @@ class Table:
     text_columns: int = 1
 
     def __rich__(self) -> rich_table.Table:
-        table = rich_table.Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD)
+        table = rich_table.Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for index, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if index < self.text_columns else "right")
+            is_text = index < self.text_columns
+            table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
         for row in self.rows:
             table.add_row(*row)
         table.add_section()
@@ -60,8 +61,8 @@ def final_tables(metrics: Sequence[Record], memory: Sequence[Record]) -> list[Ta
 def plan_table(rows: Iterable[Record]) -> Table:
     """The plan, known before the launch: one {role, kind, keeper, flag, note} per role and buffer kind."""
     return Table(
-        title="Who keeps what while it sleeps",
-        columns=("role", "buffer", "keeper", "no-backup flag", "note"),
+        title="Who keeps what while it sleeps (flag: disable_*_buffers_cpu_backup)",
+        columns=("role", "buffer", "keeper", "flag", "note"),
         rows=[(row["role"], row["kind"], row["keeper"], _flag(row["flag"]), row["note"]) for row in rows],
         text_columns=5,
     )
@@ -99,13 +100,13 @@ def sleep_table(memory: Sequence[Record], *, parameters: Record) -> Table:
         count = parameters.get(role)
         for r in regions:
             seconds = [_median_seconds(memory, region=r, state=state) for state in ("asleep", "awake")]
-            rows.append((role, r["kind"], r["keeper"], _flag(r["flag"]), *amounts([r], count), *seconds))
+            rows.append((role, r["kind"], r["keeper"], _flag(r["flag"], short=True), *amounts([r], count), *seconds))
         totals.append((role, "all", "", "", *amounts(regions, count), "", ""))
     if len(totals) > 1:
         totals.append(("all", "all", "", "", *amounts(last_sleep.values(), None)[:2], "", "", ""))
-    sizes = (f"released ({unit})", f"backed up ({unit})", "host bytes per parameter")
-    header = ("role", "buffer", "keeper", "no-backup flag", *sizes, "to sleep (s)", "to wake (s)")
-    return Table(title="Memory while asleep", columns=header, rows=rows, totals=totals, text_columns=4)
+    title = f"Memory while asleep: {unit} released and backed up on the host, host bytes per parameter, median seconds"
+    header = ("role", "buffer", "keeper", "flag", "released", "backed up", "B/param", "sleep s", "wake s")
+    return Table(title=title, columns=header, rows=rows, totals=totals, text_columns=4)
 
 
 def phase_table(metrics: Sequence[Record]) -> Table:
@@ -130,8 +131,9 @@ def phase_table(metrics: Sequence[Record]) -> Table:
     )
 
 
-def _flag(flag: bool | None) -> str:
-    return "not applicable" if flag is None else "set" if flag else "unset"
+def _flag(flag: bool | None, *, short: bool = False) -> str:
+    not_applicable = "n/a" if short else "not applicable"
+    return not_applicable if flag is None else "set" if flag else "unset"
 
 
 def _share(part: float, whole: float) -> str:
