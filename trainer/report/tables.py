@@ -11,6 +11,7 @@ from trainer.report.records import Record
 from trainer.report.units import byte_unit
 
 UNKNOWN = "-"
+_WIDEST_UNWRAPPED = 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +30,10 @@ class Table:
     def __rich__(self) -> rich_table.Table:
         table = rich_table.Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for index, column in enumerate(self.columns):
-            is_text = index < self.text_columns
-            table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
+            # Headers and long notes wrap on a narrow terminal, cells do not.
+            widest = max((len(row[index]) for row in (*self.rows, *self.totals)), default=0)
+            justify = "left" if index < self.text_columns else "right"
+            table.add_column(column, justify=justify, min_width=min(widest, _WIDEST_UNWRAPPED))
         for row in self.rows:
             table.add_row(*row)
         table.add_section()
