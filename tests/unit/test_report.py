@@ -203,8 +203,8 @@ def test_final_tables_equal_hand_computed_numbers(run_directory: Path) -> None:
     assert accuracy.rows == [("after the warm-up", "0", "25.00%"), ("at the end", "3", "87.50%")]
     assert accuracy.totals == [("gained", "", "+62.50 points")]
 
-    assert asleep.columns[4:6] == ("released", "backed up")
-    assert asleep.title.startswith("Memory while asleep: MiB released and backed up")
+    assert asleep.columns[4:6] == ("freed", "backed up")
+    assert asleep.title.startswith("Memory while asleep: MiB freed and backed up")
     assert asleep.rows == [  # the median leaves out the 9 s of the first sleep; the critic slept only once
         ("actor", "param", "backuper", "set", "2.00", "2.00", "2.00", "0.250", "0.125"),
         ("actor", "grad", "none", "set", "4.00", "0.00", "0.00", "0.250", "0.125"),

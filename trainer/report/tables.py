@@ -107,8 +107,8 @@ def sleep_table(memory: Sequence[Record], *, parameters: Record) -> Table:
         totals.append((role, "all", "", "", *amounts(regions, count), "", ""))
     if len(totals) > 1:
         totals.append(("all", "all", "", "", *amounts(last_sleep.values(), None)[:2], "", "", ""))
-    title = f"Memory while asleep: {unit} released and backed up on the host, host bytes per parameter, median seconds"
-    header = ("role", "buffer", "keeper", "flag", "released", "backed up", "B/param", "sleep s", "wake s")
+    title = f"Memory while asleep: {unit} freed and backed up on the host, host bytes per parameter, median seconds"
+    header = ("role", "buffer", "keeper", "flag", "freed", "backed up", "B/param", "sleep", "wake")
     return Table(title=title, columns=header, rows=rows, totals=totals, text_columns=4)
 
 
