@@ -210,6 +210,9 @@ class CpuMemorySaver:
                 return name, region.has_backup
         return None
 
+    def wait_for_device(self) -> None:
+        """Nothing is queued on a CPU."""
+
     def check_room(self, tags: Sequence[str]) -> None:
         """Host memory is not checked: the kernel maps pages on demand."""
 

@@ -30,6 +30,10 @@ class CudaRegions:
         """Bytes of the allocator's segments of ``tag``; with ``backup`` only those that have one (or have none)."""
         return sum(segment["total_size"] for segment in self._segments(tag, backup=backup))
 
+    def wait_for_device(self) -> None:
+        """Block until all work queued on the device, collectives included, is done."""
+        torch.cuda.synchronize()
+
     def check_room(self, tags: Sequence[str]) -> None:
         """Raise MemoryError, naming what is missing, where the device has too little free memory to wake ``tags``."""
         needed = sum(self.resident_bytes(tag) for tag in tags)

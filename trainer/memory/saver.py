@@ -117,6 +117,7 @@ class MemorySaver:
         if self._asleep.get(tag, False):
             raise RuntimeError(f"region {tag} is asleep already")
         sizes = self._sizes(tag)
+        self._pools.wait_for_device()  # pausing unmaps at once, whatever kernel still uses the memory
         self._tms.pause(tag)
         self._asleep[tag] = True
         return sizes
