@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from datetime import timedelta
@@ -22,8 +23,9 @@ def set_up(config: Config) -> list[str]:
         One line per applied patch, for the log.
     """
     torch.set_num_threads(config.launch.threads_per_worker)
-    # megatron-core warns at import that Transformer Engine and Apex are absent, which is fine here.
+    # megatron-core warns that Transformer Engine and Apex are absent and that GPTModel gets no new features.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
     names = ["ddp_buffer_backup", "fused_adamw", "one_rank_groups", "reloadable_groups"]
     if config.platform.name == "cpu":
         names = ["cpu_platform", *names, "cpu_saver"]
