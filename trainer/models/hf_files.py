@@ -16,10 +16,11 @@ from trainer.config import ModelConfig
 from trainer.models.hf_bridge import hf_config, to_hf
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+SHARD_BYTES = 4 << 30
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):
@@ -58,7 +59,7 @@ def save_hf(
     model: ModelConfig,
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
-    shard_bytes: int = 4 << 30,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load, and that ``model.path`` takes.
 
@@ -76,13 +77,26 @@ def save_hf(
         eos_token_id=tokenizer.eos_token_id,  # type: ignore[arg-type]
         pad_token_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
     )
+    weights = to_hf(named_tensors, model=model)
+    write_folder(weights, config=config, tokenizer=tokenizer, folder=folder, shard_bytes=shard_bytes)
+
+
+def write_folder(
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    shard_bytes: int,
+) -> None:
+    """Write config, generation config, tokenizer and ``weights`` (Hugging Face names, tied ones once)."""
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     files: dict[str, str] = {}
     total_bytes = 0
-    for number, shard in enumerate(_shards(to_hf(named_tensors, model=model), shard_bytes=shard_bytes), start=1):
+    for number, shard in enumerate(_shards(weights, shard_bytes=shard_bytes), start=1):
         file = f"model-{number:05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
         files |= dict.fromkeys(shard, file)
