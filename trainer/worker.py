@@ -49,8 +49,9 @@ def run(job: Job) -> dict[str, Any]:
         with phases.phase("build", step=0):
             parts = build(job.config, phases)
         if outputs.progress:
-            for line in starting_points(job.config):
-                outputs.progress.note(line)
+            for name, path in starting_points(job.config).items():
+                head = "; its value head is new" if name == "critic" else ""
+                outputs.progress.note(f"the {name} starts from {path}{head}")
         result = train(parts, outputs)
         if job.config.export_hf:
             export(parts, job.directory / "hf_model" if is_writer else None)
@@ -87,11 +88,12 @@ def export(parts: LoopRun, folder: Path | None) -> None:
             save_hf(named_tensors(parts.actor.chunks), model=model, tokenizer=tokenizer, folder=folder)
 
 
-def starting_points(config: Config) -> list[str]:
-    """Which roles start from a checkpoint, in words."""
-    paths = {name: config.roles[name].model.path for name in ("actor", "critic")}
-    notes = {"actor": "", "critic": "; its value head (fp32) is new"}
-    return [f"the {name} starts from {path}{notes[name]}" for name, path in paths.items() if path is not None]
+def starting_points(config: Config) -> dict[str, str]:
+    """Role -> the model folder whose weights it starts from; not a critic that is to get the warmed-up actor's."""
+    paths = {name: role.model.path for name, role in config.roles.items()}
+    if config.critic_starts_from_actor:
+        paths.pop("critic")
+    return {name: path for name, path in paths.items() if path is not None}
 
 
 def _discard(record: dict[str, Any]) -> None:
@@ -132,10 +134,9 @@ def build(config: Config, phases: Phases) -> LoopRun:
         )
         for name in ("actor", "critic")
     }
-    for name, role in roles.items():
-        if role.config.model.path is not None:
-            checkpoint = SafetensorsFolder(Path(role.config.model.path))
-            role.load_weights(from_hf(checkpoint, model=role.config.model, value_head=name == "critic"))
+    for name, path in starting_points(config).items():
+        weights = from_hf(SafetensorsFolder(Path(path)), model=roles[name].config.model, value_head=name == "critic")
+        roles[name].load_weights(weights)
     engine = HfEngine(
         roles["actor"].config.model, config.rollout, tokenizer=tokenizer, saver=saver, observer=phases.observe
     )
