@@ -20,6 +20,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from trainer import rules
+from trainer.hf_architecture import architecture_of
 from trainer.tasks import Task
 
 PARAM_FLAG = "disable_param_buffers_cpu_backup"
@@ -43,22 +44,49 @@ class Section:
 
 
 @dataclass
-class ModelConfig(Section):
-    """Architecture of one role's GPT body. Sizes in elements; ``dtype`` is ``bf16`` or ``fp32``."""
+class RopeScalingConfig(Section):
+    """Llama 3's stretching of rotary positions for longer texts than ``original_length`` tokens."""
 
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: int
+
+
+@dataclass
+class ModelConfig(Section):
+    """Architecture of one role's GPT body. Sizes in elements; ``dtype`` is ``bf16`` or ``fp32``.
+
+    ``path``: a Hugging Face model folder whose weights the role starts from, or null for random ones. ``vocab_size``:
+    rows of the embedding, null for as many as the tokenizer has entries.
+    """
+
+    path: Optional[str]  # noqa: UP045
     layers: int
     hidden_size: int
     ffn_size: int
     heads: int
     kv_heads: int
+    head_size: Optional[int]  # noqa: UP045
+    vocab_size: Optional[int]  # noqa: UP045
     max_length: int
     rope_theta: float
+    rope_scaling: Optional[RopeScalingConfig]  # noqa: UP045
     norm_eps: float
     qkv_bias: bool
     qk_norm: bool
     tie_embeddings: bool
     init_std: float
     dtype: str
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one attention head."""
+        return self.hidden_size // self.heads if self.head_size is None else self.head_size
+
+    def embedding_rows(self, tokenizer_entries: int) -> int:
+        """Size of the vocabulary that goes with a tokenizer; rows beyond its entries are never drawn."""
+        return tokenizer_entries if self.vocab_size is None else self.vocab_size
 
 
 @dataclass
@@ -137,10 +165,14 @@ class ParallelConfig(Section):
 
 @dataclass
 class TokenizerConfig(Section):
-    """``path``: a Hugging Face tokenizer folder, or null to train a BPE of ``vocab_size`` entries on the task."""
+    """``path``: a Hugging Face tokenizer folder, or null to train a BPE of ``vocab_size`` entries on the task.
+
+    ``chat_template``: questions become a user's turn in the tokenizer's own template.
+    """
 
     path: Optional[str]  # noqa: UP045
     vocab_size: int
+    chat_template: bool
 
 
 @dataclass
@@ -215,6 +247,7 @@ class Config(Section):
     seed: int
     task_name: str
     tags: List[str]  # noqa: UP006
+    export_hf: bool
     model: ModelConfig
     optimizer: SharedOptimizerConfig
     roles: Dict[str, RoleConfig]  # noqa: UP006
@@ -246,6 +279,7 @@ def register() -> None:
     for name, resolver in {
         "no_backup": lambda offload, source: bool(offload) and source != "saver",
         "detect_platform": _detect_platform,
+        "checkpoint": lambda path, field: architecture_of(path)[field],
         "equal": lambda left, right: left == right,
         "threads_per_worker": lambda nproc: max(1, _usable_cores() // max(1, int(nproc))),
     }.items():
@@ -272,6 +306,7 @@ def to_config(composed: DictConfig) -> Config:
         omegaconf.errors.OmegaConfBaseException: an unknown key or a value of the wrong type.
         ValueError: a rule of :mod:`trainer.rules` is broken; names the values and the override to change.
     """
+    _check_model_folders(composed)
     missing = sorted(OmegaConf.missing_keys(composed))
     if missing:
         examples = " ".join(f"{key}=..." for key in missing)
@@ -285,6 +320,16 @@ def to_config(composed: DictConfig) -> Config:
     assert isinstance(config, Config)
     rules.check(config, explicit_flags=explicit)
     return config
+
+
+def _check_model_folders(composed: DictConfig) -> None:
+    """First of all, since else omegaconf's error about an interpolation hides what is wrong with the folder."""
+    models = {"model": composed.model, **{f"roles.{role}.model": node.model for role, node in composed.roles.items()}}
+    for name, model in models.items():
+        if OmegaConf.is_missing(model, "path"):
+            raise ValueError(f"no value given for {name}.path: add {name}.path=... to the command, a model folder")
+        if model.path is not None:
+            architecture_of(model.path)
 
 
 def _typed_task(task: dict[str, Any]) -> dict[str, Any]:

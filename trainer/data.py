@@ -20,7 +20,13 @@ class Prompts:
     its contiguous share, so the questions of a step do not depend on the number of ranks."""
 
     def __init__(self, config: Config, *, task: Task, tokenizer: Any) -> None:
-        self._config, self._task, self._tokenizer = config, task, tokenizer
+        """Raises ValueError if a chat template is asked for and the tokenizer has none."""
+        self._config, self._task, self.tokenizer = config, task, tokenizer
+        if config.tokenizer.chat_template and not tokenizer.chat_template:
+            raise ValueError(
+                f"tokenizer.chat_template=true, but the tokenizer in tokenizer.path={config.tokenizer.path} has none: "
+                "use tokenizer.chat_template=false, or the tokenizer of a chat model"
+            )
 
     def for_step(self, step: int) -> list[Example]:
         """This rank's examples of a PPO step, each repeated ``algo.responses_per_prompt`` times."""
@@ -35,8 +41,16 @@ class Prompts:
         return [examples[i] for i in range(data_parallel_rank(), total, data_parallel_size())]
 
     def encode(self, examples: Sequence[Example]) -> list[list[int]]:
-        """Token ids of the questions."""
-        return [self._tokenizer.encode(example.question, add_special_tokens=False) for example in examples]
+        """Token ids of the questions, begun as the tokenizer begins a text, or as a user's turn in its template."""
+        if not self._config.tokenizer.chat_template:
+            return [self.tokenizer.encode(example.question) for example in examples]
+        turns = [
+            self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": example.question}], add_generation_prompt=True, tokenize=False
+            )
+            for example in examples
+        ]
+        return [self.tokenizer.encode(turn, add_special_tokens=False) for turn in turns]
 
     def scores(self, responses: Sequence[str], examples: Sequence[Example]) -> list[float]:
         """The task's verdict on each response."""
@@ -47,12 +61,12 @@ class Prompts:
         examples = self._draw("warm_up", step, self._config.algo.warmup_batch_size)
         questions = self.encode(examples)
         answers = [
-            [*self._tokenizer.encode(example.answer, add_special_tokens=False), self._tokenizer.eos_token_id]
+            [*self.tokenizer.encode(example.answer, add_special_tokens=False), self.tokenizer.eos_token_id]
             for example in examples
         ]
         longest = max_over_ranks(max(len(q) + len(a) for q, a in zip(questions, answers, strict=True)))
         length = -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-        tokens = torch.full((len(examples), length), self._tokenizer.pad_token_id)
+        tokens = torch.full((len(examples), length), self.tokenizer.pad_token_id)
         mask = torch.zeros(len(examples), length, dtype=torch.bool)
         for row, (question, answer) in enumerate(zip(questions, answers, strict=True)):
             end = len(question) + len(answer)

@@ -32,6 +32,8 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "model.ffn_size": (1, None),
     "model.heads": (1, None),
     "model.kv_heads": (1, None),
+    "model.head_size": (2, None),
+    "model.vocab_size": (1, None),
     "model.max_length": (2, None),
     "model.rope_theta": (1, None),
     "model.norm_eps": (0, None),

@@ -260,7 +260,11 @@ class Role:
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy ``weights`` (names of :func:`named_tensors`) into the model and refresh the fp32 main params, without
-        which the next optimizer step would undo the load. Raises ValueError for a name the model lacks."""
+        which the next optimizer step would undo the load. A lazy mapping is read one tensor at a time.
+
+        Raises:
+            ValueError: a name that the model lacks, or another shape than its tensor has.
+        """
         self.require(TRAINING, tag=self.name)
         self._regions.will_change()
         own = dict(named_tensors(self.chunks))
@@ -269,6 +273,10 @@ class Role:
             raise ValueError(f"the {self.name} has no tensors called {', '.join(unknown)}")
         with torch.no_grad():
             for name, tensor in weights.items():
+                if tensor.shape != own[name].shape:
+                    raise ValueError(
+                        f"{name} has the shape {tuple(tensor.shape)}, the {self.name}'s is {tuple(own[name].shape)}"
+                    )
                 own[name].copy_(tensor)
         self.optimizer.reload_model_params()
         self._trained_since_backup = True

@@ -1,7 +1,8 @@
 """The rules that join several settings, one function each, all checked before anything is launched.
 
 Every function takes the whole config and raises ValueError: what was given, what is allowed, and the override that
-changes it. :func:`check` runs them all. Nothing here imports torch.
+changes it. :func:`check` runs them all. Nothing here imports torch, save to read a
+checkpoint's config.json.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class
 
 from trainer import limits
+from trainer.hf_architecture import FIXED, architecture_of
 from trainer.tokenizer import check_vocab_size
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     check_parallel_support(config)
     check_world_size(config)
     check_model_shapes(config)
+    check_checkpoints(config)
     check_batch_sizes(config)
     check_lengths(config)
     check_task(config)
@@ -211,7 +215,12 @@ def _model_key(config: Config, role: str, field: str) -> str:
 def check_model_shapes(config: Config) -> None:
     for role, role_config in config.roles.items():
         model, name, tp = role_config.model, f"roles.{role}.model", config.parallel.tp
-        if model.hidden_size % (2 * model.heads):
+        if model.head_size is not None and model.head_size % 2:
+            raise ValueError(
+                f"{name}.head_size={model.head_size} is odd, and rotary positions turn pairs: use "
+                f"{_model_key(config, role, 'head_size')}={model.head_size + 1}, or null for hidden_size / heads"
+            )
+        if model.head_size is None and model.hidden_size % (2 * model.heads):
             raise ValueError(
                 f"{name}.hidden_size={model.hidden_size} is no multiple of 2 * {name}.heads = 2 * {model.heads} "
                 f"(rotary positions turn pairs): use "
@@ -230,6 +239,28 @@ def check_model_shapes(config: Config) -> None:
             raise ValueError(
                 f"parallel.tp={tp} does not divide {name}.heads={model.heads}, kv_heads={model.kv_heads} and "
                 f"ffn_size={model.ffn_size}; these do: parallel.tp={', '.join(map(str, fits))}"
+            )
+
+
+def check_checkpoints(config: Config) -> None:
+    """A role that starts from a Hugging Face folder has the folder's architecture."""
+    for role, role_config in config.roles.items():
+        model, name = role_config.model, f"roles.{role}.model"
+        if model.path is None:
+            continue
+        architecture, given = architecture_of(model.path), asdict(model)
+        for field in FIXED:
+            if given[field] != architecture[field]:
+                raise ValueError(
+                    f"{name}.{field}={given[field]}, but the checkpoint in {name}.path={model.path} has {field}="
+                    f"{architecture[field]}: leave it to the checkpoint (model=hf, or model@{name}=hf for one role), "
+                    f"or give {_model_key(config, role, 'path')}=null for random weights"
+                )
+        if model.max_length > architecture["max_length"]:
+            raise ValueError(
+                f"{name}.max_length={model.max_length} is more than the {architecture['max_length']} tokens that the "
+                f"checkpoint in {name}.path={model.path} was made for: use at most "
+                f"{_model_key(config, role, 'max_length')}={architecture['max_length']}"
             )
 
 
@@ -283,7 +314,18 @@ def check_task(config: Config) -> None:
 
 
 def check_tokenizer(config: Config) -> None:
+    checkpoint = config.roles["actor"].model.path
     if config.tokenizer.path is None:
+        if checkpoint is not None:
+            raise ValueError(
+                f"tokenizer.path=null with roles.actor.model.path={checkpoint}: the checkpoint knows nothing of a "
+                f"tokenizer trained on the task. Use tokenizer.path={checkpoint}"
+            )
+        if config.tokenizer.chat_template:
+            raise ValueError(
+                "tokenizer.chat_template=true with tokenizer.path=null: a tokenizer trained on the task has no chat "
+                "template. Use tokenizer.chat_template=false, or a folder whose tokenizer has one"
+            )
         check_vocab_size(config.tokenizer.vocab_size)
     elif not os.path.isdir(config.tokenizer.path):
         raise ValueError(

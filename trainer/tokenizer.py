@@ -26,7 +26,8 @@ def load_tokenizer(path: str | None, *, task: Task, vocab_size: int) -> PreTrain
     """Load the tokenizer in the folder ``path``, or train one on ``task.corpus()``.
 
     The result has an eos and a pad token (eos pads where there is no other) and at most ``vocab_size``
-    entries; a trained one has fewer when the corpus has no more to merge.
+    entries; a trained one has fewer when the corpus has no more to merge. A checkpoint may have more rows than its
+    tokenizer has entries.
 
     Raises:
         ValueError: no tokenizer at ``path``, none that is fast, no eos token, or ``vocab_size`` is too small.
@@ -34,8 +35,8 @@ def load_tokenizer(path: str | None, *, task: Task, vocab_size: int) -> PreTrain
     tokenizer = _train(task.corpus(), vocab_size=vocab_size) if path is None else _load(path)
     if len(tokenizer) > vocab_size:
         raise ValueError(
-            f"the tokenizer in {path} has {len(tokenizer)} entries, more than "
-            f"tokenizer.vocab_size={vocab_size}: use tokenizer.vocab_size={len(tokenizer)} or more"
+            f"the tokenizer in {path} has {len(tokenizer)} entries, and the model takes {vocab_size}: use "
+            f"tokenizer.vocab_size={len(tokenizer)} or more, or with a checkpoint the tokenizer that belongs to it"
         )
     return tokenizer
 

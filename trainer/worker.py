@@ -48,7 +48,13 @@ def run(job: Job) -> dict[str, Any]:
         phases = Phases(write, gpu=job.config.platform.name == "cuda")
         with phases.phase("build", step=0):
             parts = build(job.config, phases)
+        if outputs.progress:
+            for name, path in starting_points(job.config).items():
+                head = "; its value head is new" if name == "critic" else ""
+                outputs.progress.note(f"the {name} starts from {path}{head}")
         result = train(parts, outputs)
+        if job.config.export_hf:
+            export(parts, job.directory / "hf_model" if is_writer else None)
     if is_writer:
         write_report(
             job.directory,
@@ -70,6 +76,26 @@ def plan_rows(config: Config) -> list[dict[str, Any]]:
     ]
 
 
+def export(parts: LoopRun, folder: Path | None) -> None:
+    """Write the actor as a Hugging Face folder; on ranks that give no folder it is awake meanwhile."""
+    from trainer.models.build import named_tensors
+    from trainer.models.hf_files import save_hf
+    from trainer.role import FORWARD
+
+    with parts.actor.awake(kinds=FORWARD):
+        if folder is not None:
+            model, tokenizer = parts.actor.config.model, parts.prompts.tokenizer
+            save_hf(named_tensors(parts.actor.chunks), model=model, tokenizer=tokenizer, folder=folder)
+
+
+def starting_points(config: Config) -> dict[str, str]:
+    """Role -> the model folder whose weights it starts from; not a critic that is to get the warmed-up actor's."""
+    paths = {name: role.model.path for name, role in config.roles.items()}
+    if config.critic_starts_from_actor:
+        paths.pop("critic")
+    return {name: path for name, path in paths.items() if path is not None}
+
+
 def _discard(record: dict[str, Any]) -> None:
     pass
 
@@ -80,13 +106,19 @@ def build(config: Config, phases: Phases) -> LoopRun:
     from trainer.distributed import seed_for
     from trainer.loop import Run
     from trainer.memory.saver import make_saver
+    from trainer.models.hf_bridge import from_hf
+    from trainer.models.hf_files import SafetensorsFolder
     from trainer.role import Role
     from trainer.rollout.hf import HfEngine
     from trainer.tokenizer import load_tokenizer
 
     settings = dict(config.task)
     task = get_class(settings.pop("_target_"))(**settings)
-    tokenizer = load_tokenizer(config.tokenizer.path, task=task, vocab_size=config.tokenizer.vocab_size)
+    rows = [role.model.vocab_size for role in config.roles.values() if role.model.vocab_size is not None]
+    tokenizer = load_tokenizer(
+        config.tokenizer.path, task=task, vocab_size=min(rows, default=config.tokenizer.vocab_size)
+    )
+    prompts = Prompts(config, task=task, tokenizer=tokenizer)
     saver = make_saver(config)
     plan = make_plan(config)
     roles = {
@@ -95,19 +127,22 @@ def build(config: Config, phases: Phases) -> LoopRun:
             config,
             plan=plan,
             saver=saver,
-            vocab_size=len(tokenizer),
+            vocab_size=config.roles[name].model.embedding_rows(len(tokenizer)),
             seed=seed_for(config.seed, f"init/{name}"),
             observer=phases.observe,
             pinned=config.platform.name == "cuda" and config.offload.train,
         )
         for name in ("actor", "critic")
     }
+    for name, path in starting_points(config).items():
+        weights = from_hf(SafetensorsFolder(Path(path)), model=roles[name].config.model, value_head=name == "critic")
+        roles[name].load_weights(weights)
     engine = HfEngine(
         roles["actor"].config.model, config.rollout, tokenizer=tokenizer, saver=saver, observer=phases.observe
     )
     return Run(
         config=config,
-        prompts=Prompts(config, task=task, tokenizer=tokenizer),
+        prompts=prompts,
         actor=roles["actor"],
         critic=roles["critic"],
         engine=engine,

@@ -11,6 +11,7 @@ import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from transformers import LlamaConfig
 
 import conf
 from tests.composing import composed, config_of
@@ -23,7 +24,11 @@ GROUPS.pop("__pycache__", None)
 OPTIONS = [(group, option) for group, options in GROUPS.items() for option in options]
 
 # Options that need more than their name, and those that are for one role only.
-NEEDS = {("task", "jsonl"): ["task.path={jsonl}"], ("task", "reasoning_gym"): ["task.dataset=chain_sum"]}
+NEEDS = {
+    ("task", "jsonl"): ["task.path={jsonl}"],
+    ("task", "reasoning_gym"): ["task.dataset=chain_sum"],
+    ("model", "hf"): ["model.path={checkpoint}"],
+}
 ROLE_OPTIONS = {
     ("model", "shared"): "model@roles.actor.model=shared",
     ("optimizer", "shared"): "optimizer@roles.actor.optimizer=shared",
@@ -73,11 +78,13 @@ def test_every_group_is_in_the_defaults_list_and_in_the_help():
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_option_validates_and_its_values_arrive(group, option, jsonl):
+def test_every_option_validates_and_its_values_arrive(group, option, jsonl, tmp_path):
     override = ROLE_OPTIONS.get((group, option), f"{group}={option}")
     if option == "reasoning_gym" or option == "chain_sum":
         pytest.importorskip("reasoning_gym")
-    config = config_of(override, *(need.format(jsonl=jsonl) for need in NEEDS.get((group, option), [])))
+    LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2).save_pretrained(tmp_path)
+    needs = [need.format(jsonl=jsonl, checkpoint=tmp_path) for need in NEEDS.get((group, option), [])]
+    config = config_of(override, *needs)
 
     assert choices_of(override)[override.partition("=")[0]] == option
     loaded = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"))

@@ -1,5 +1,7 @@
 """Prompts: draws keyed by what they are for, shares that add up, batches whose masks mean what they say."""
 
+import copy
+
 import pytest
 import torch
 
@@ -112,3 +114,22 @@ def test_seeds_differ_by_everything_they_are_keyed_by():
     assert len(set(seeds)) == 5
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert seed_for(1, "rollout", step=1) == seeds[0]
+
+
+def test_a_chat_template_wraps_questions_in_rollouts_and_in_the_warm_up(tokenizer, tmp_path):
+    chat = copy.deepcopy(tokenizer)
+    chat.chat_template = (
+        "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    settings = (f"tokenizer.path={tmp_path}", "tokenizer.chat_template=true")
+    prompts, plain = prompts_of(chat, *settings), prompts_of(tokenizer)
+    (example,) = TASK.train[:1]
+    (ids,) = prompts.encode([example])
+    assert tokenizer.decode(ids) == f"<bos>user: {example.question}\nassistant:"
+    batch, plain_batch = prompts.supervised_batch(1), plain.supervised_batch(1)
+    for row, mask, plain_row, plain_mask in zip(*batch.values(), *plain_batch.values(), strict=True):
+        assert torch.equal(row[1:][mask], plain_row[1:][plain_mask])  # the answer and the end
+        assert tokenizer.decode(row[: int(mask.nonzero()[0]) + 1].tolist()).endswith("\nassistant:")
+    with pytest.raises(ValueError, match=f"tokenizer.path={tmp_path} has none: use tokenizer.chat_template=false"):
+        prompts_of(tokenizer, *settings)

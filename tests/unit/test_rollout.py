@@ -18,13 +18,17 @@ from trainer.tokenizer import load_tokenizer
 VOCABULARY = 259  # the 256 bytes and three special tokens
 PAD, EOS = 0, 2
 MODEL = ModelConfig(
+    path=None,
     layers=2,
     hidden_size=64,
     ffn_size=96,
     heads=4,
     kv_heads=2,
+    head_size=None,
+    vocab_size=None,
     max_length=32,
     rope_theta=10000.0,
+    rope_scaling=None,
     norm_eps=1e-6,
     qkv_bias=False,
     qk_norm=False,
@@ -312,3 +316,19 @@ def test_prompts_that_do_not_fit(make_engine, prompts, message):
     engine.wake_up(random_weights(engine).items())
     with pytest.raises(ValueError, match=message):
         engine.generate(prompts, seed=1)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_rows_of_the_vocabulary_beyond_the_tokenizer_are_never_drawn(make_engine, greedy):
+    """A checkpoint has more rows than its tokenizer has entries; log-probs are those of the entries alone."""
+    engine = make_engine(model=dataclasses.replace(MODEL, vocab_size=VOCABULARY + 20))
+    weights = random_weights(engine)
+    weights["lm_head.weight"][VOCABULARY:] *= 20  # the largest logits, and the smallest
+    engine.wake_up(weights.items())
+    responses = engine.generate(PROMPTS, seed=2, greedy=greedy)
+    logits = full_forward(engine, responses)
+    mask = responses.response_mask[:, 1:]
+    assert (logits[:, :-1].argmax(-1)[mask] >= VOCABULARY).all()
+    assert (responses.tokens < VOCABULARY).all()
+    expected = log_probs_from_logits(logits[:, :-1], responses.tokens[:, 1:], temperature=1.0, vocab_size=VOCABULARY)
+    torch.testing.assert_close(responses.log_probs[:, 1:][mask], expected[mask], atol=1e-5, rtol=0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,8 +20,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from trainer.config import DdpConfig, ModelConfig, ParallelConfig
+from trainer.hf_architecture import rope_parameters
 from trainer.models.layers import CausalAttention, RmsNorm, ValueHead
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -35,6 +39,7 @@ def transformer_config(model: ModelConfig, *, parallel: ParallelConfig) -> Trans
         ffn_hidden_size=model.ffn_size,
         num_attention_heads=model.heads,
         num_query_groups=model.kv_heads,
+        kv_channels=model.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
         qk_layernorm=model.qk_norm,
@@ -93,9 +98,20 @@ def build_gpt(
         position_embedding_type="rope",
         rotary_base=model.rope_theta,  # type: ignore[arg-type]
     )
+    if model.rope_scaling is not None:  # Megatron's own rope_scaling knows only one of its four numbers
+        gpt.rotary_pos_emb.inv_freq = _scaled_inverse_frequencies(model)
     if value_head:
         gpt.output_layer = ValueHead(config)  # type: ignore[assignment]
     return gpt.to(torch.cuda.current_device())
+
+
+def _scaled_inverse_frequencies(model: ModelConfig) -> torch.Tensor:
+    """Llama 3's rotary frequencies, as transformers computes them: [head_dim / 2] in fp32."""
+    rope = rope_parameters(theta=model.rope_theta, scaling=asdict(model.rope_scaling))  # type: ignore[arg-type]
+    config = LlamaConfig(head_dim=model.head_dim, rope_parameters=rope)  # type: ignore[arg-type]
+    frequencies, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config, device=torch.device("cpu"))
+    assert attention_factor == 1.0
+    return frequencies
 
 
 def wrap_ddp(

@@ -11,12 +11,14 @@ Megatron's name of the vocabulary projection: leave it out, it has no counterpar
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from trainer.config import ModelConfig
+from trainer.hf_architecture import rope_parameters
 from trainer.models.build import DTYPES
 
 _CHUNK = "chunk0."
@@ -42,19 +44,21 @@ def hf_config(
             "set model.qkv_bias=false (Qwen3) or model.qk_norm=false (Qwen2)"
         )
     family = Qwen2Config if model.qkv_bias else Qwen3Config if model.qk_norm else LlamaConfig
+    scaling = None if model.rope_scaling is None else asdict(model.rope_scaling)
     return family(
+        architectures=[family.__name__.replace("Config", "ForCausalLM")],
         vocab_size=vocab_size,
         hidden_size=model.hidden_size,
         intermediate_size=model.ffn_size,
         num_hidden_layers=model.layers,
         num_attention_heads=model.heads,
         num_key_value_heads=model.kv_heads,
-        head_dim=model.hidden_size // model.heads,  # type: ignore[call-arg]  (no field of Qwen2Config)
+        head_dim=model.head_dim,  # type: ignore[call-arg]  (no field of Qwen2Config)
         max_position_embeddings=model.max_length,
         initializer_range=model.init_std,
         rms_norm_eps=model.norm_eps,
         tie_word_embeddings=model.tie_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
+        rope_parameters=rope_parameters(theta=model.rope_theta, scaling=scaling),  # type: ignore[arg-type]
         bos_token_id=bos_token_id,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
@@ -81,21 +85,46 @@ def to_hf(named: Iterable[tuple[str, Tensor]], *, model: ModelConfig) -> Iterato
         yield from zip(hf_names, _split(tensor, parts=len(hf_names), model=model), strict=True)
 
 
-def from_hf(hf_state: Mapping[str, Tensor], *, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """A transformers state dict -> Megatron's (name, tensor) pairs: the inverse of :func:`to_hf`.
+def from_hf(hf_state: Mapping[str, Tensor], *, model: ModelConfig, value_head: bool = False) -> Mapping[str, Tensor]:
+    """A transformers state dict as Megatron's: the inverse of :func:`to_hf`.
+
+    Each tensor is read and fused when it is asked for, so with a ``hf_state`` that reads from disk the weights are
+    never in memory as a whole.
+
+    Args:
+        value_head: leave out the vocabulary projection, which a critic does not have.
 
     Raises:
         ValueError: the state dict lacks tensors that ``model`` has, or has others (a bias without
             ``model.qkv_bias``, say); names them.
     """
     counterparts = _counterparts(model)
+    if value_head:
+        counterparts.pop(f"{_CHUNK}output_layer.weight", None)
     wanted = {hf_name for hf_names in counterparts.values() for hf_name in hf_names}
     given = {name for name in hf_state if not name.endswith("rotary_emb.inv_freq")}
-    if model.tie_embeddings:
+    if model.tie_embeddings or value_head:
         given.discard("lm_head.weight")
     check_names(given, wanted=wanted)
-    for name, hf_names in counterparts.items():
-        yield name, _join([hf_state[hf_name] for hf_name in hf_names], model=model)
+    return _FromHf(hf_state, counterparts, model)
+
+
+@dataclass(frozen=True)
+class _FromHf(Mapping[str, Tensor]):
+    """What :func:`from_hf` returns."""
+
+    hf_state: Mapping[str, Tensor]
+    counterparts: dict[str, tuple[str, ...]]
+    model: ModelConfig
+
+    def __getitem__(self, name: str) -> Tensor:
+        return _join([self.hf_state[hf_name] for hf_name in self.counterparts[name]], model=self.model)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.counterparts)
+
+    def __len__(self) -> int:
+        return len(self.counterparts)
 
 
 def check_names(given: Iterable[str], *, wanted: Iterable[str]) -> None:
@@ -140,7 +169,7 @@ def _split(fused: Tensor, *, parts: int, model: ModelConfig) -> Iterable[Tensor]
     head its queries, its key, its value. Two parts are gate and up: fused [2 * ffn_size, ...]."""
     if parts != 3:
         return fused.chunk(parts)
-    q_per_kv, head_dim = model.heads // model.kv_heads, model.hidden_size // model.heads
+    q_per_kv, head_dim = model.heads // model.kv_heads, model.head_dim
     groups = fused.view(model.kv_heads, q_per_kv + 2, head_dim, *fused.shape[1:])
     return (part.reshape(-1, *fused.shape[1:]) for part in groups.split([q_per_kv, 1, 1], dim=1))
 
@@ -149,6 +178,6 @@ def _join(parts: list[Tensor], *, model: ModelConfig) -> Tensor:
     """The inverse of :func:`_split`."""
     if len(parts) != 3:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
-    rest, head_dim = parts[0].shape[1:], model.hidden_size // model.heads
-    groups = [part.reshape(model.kv_heads, -1, head_dim, *rest) for part in parts]
+    rest = parts[0].shape[1:]
+    groups = [part.reshape(model.kv_heads, -1, model.head_dim, *rest) for part in parts]
     return torch.cat(groups, dim=1).reshape(-1, *rest)

@@ -30,7 +30,7 @@ _LENGTH_MULTIPLE = 8
 
 
 class HfEngine:
-    """A :class:`trainer.rollout.base.RolloutEngine`. The vocabulary has ``len(tokenizer)`` entries.
+    """A :class:`trainer.rollout.base.RolloutEngine`. Tokens without an entry in the tokenizer are never drawn.
 
     A new engine occupies its memory but holds no weights: put it to sleep, or :meth:`wake_up` to load some.
     """
@@ -50,7 +50,7 @@ class HfEngine:
         self._pad: int = tokenizer.pad_token_id  # type: ignore[assignment]
         config = hf_config(
             model,
-            vocab_size=len(tokenizer),
+            vocab_size=model.embedding_rows(len(tokenizer)),
             bos_token_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
             eos_token_id=self._eos,
             pad_token_id=self._pad,
@@ -90,7 +90,7 @@ class HfEngine:
                 if weight.shape != parameters[name].shape:
                     raise ValueError(
                         f"{name} has the shape {tuple(weight.shape)}, the engine's {tuple(parameters[name].shape)}: "
-                        "the actor needs the engine's architecture and len(tokenizer) vocabulary entries"
+                        "the actor needs the engine's architecture and vocabulary"
                     )
                 parameters[name].copy_(weight)
             loaded.add(name)
@@ -189,7 +189,7 @@ class HfEngine:
             pad_token_id=self._pad,
             **({} if greedy else sampling),
         )
-        recorder = _LogProbRecorder(rollout.temperature)
+        recorder = _LogProbRecorder(rollout.temperature, vocab_size=len(self._tokenizer))
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
@@ -204,19 +204,23 @@ class HfEngine:
 
 
 class _LogProbRecorder(LogitsProcessor):
-    """Keeps the log-prob of each drawn token, without keeping the logits of every step.
+    """Keeps the log-prob of each drawn token, without keeping the logits of every step, and leaves padding of the
+    vocabulary without probability.
 
     ``generate`` calls it with the tokens so far and the next one's raw logits, before temperature and top-p.
     """
 
-    def __init__(self, temperature: float) -> None:
-        self._temperature = temperature
+    def __init__(self, temperature: float, *, vocab_size: int) -> None:
+        self._temperature, self._vocab_size = temperature, vocab_size
         self._next: Tensor | None = None
         self._drawn: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """input_ids [n, length], scores [n, v] -> scores."""
         self._record_last(input_ids)
+        if scores.shape[1] > self._vocab_size:
+            scores = scores.clone()
+            scores[:, self._vocab_size :] = -torch.inf
         self._next = (scores.float() / self._temperature).log_softmax(dim=-1)
         return scores
 

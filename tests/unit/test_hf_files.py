@@ -1,0 +1,251 @@
+"""Hugging Face folders in and out: transformers and a Megatron model compute the same from the same files."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from tests import roles
+from tests.composing import config_of
+from tests.megatron_world import one_rank_world
+from trainer.config import ModelConfig, ParallelConfig
+from trainer.models.build import build_gpt, named_tensors
+from trainer.models.hf_bridge import from_hf, to_hf
+from trainer.models.hf_files import INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder, save_hf
+from trainer.tasks.arithmetic import ArithmeticTask
+from trainer.tokenizer import load_tokenizer
+
+VOCABULARY = 64
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES = {
+    "llama": LlamaConfig(**SIZES),
+    "llama3": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=24),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    with one_rank_world():
+        yield
+
+
+def save_checkpoint(folder, family, *, dtype=torch.float32, tied=False, shard_size="1GB"):
+    """A random model of transformers in ``folder``; biases and norms are random too."""
+    config = FAMILIES[family].__class__.from_dict({**FAMILIES[family].to_dict(), "tie_word_embeddings": tied})
+    config.dtype = dtype
+    torch.manual_seed(1)
+    hf = AutoModelForCausalLM.from_config(config).to(dtype)
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape).to(dtype))
+    hf.save_pretrained(folder, max_shard_size=shard_size)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def model_of(folder, *overrides) -> ModelConfig:
+    config = config_of("platform=cpu", "model=hf", f"model.path={folder}", f"tokenizer.path={folder}", *overrides)
+    assert config.roles["actor"].model == config.roles["critic"].model == config.model
+    return config.model
+
+
+def load(folder, *, value_head=False):
+    """-> (ModelConfig, GPT with the folder's weights, its named tensors)."""
+    model = model_of(folder)
+    vocab_size = model.embedding_rows(0)
+    gpt = build_gpt(model, vocab_size=vocab_size, parallel=ParallelConfig(1, 1), seed=1, value_head=value_head)
+    named = dict(named_tensors([SimpleNamespace(module=gpt)]))
+    with torch.no_grad():
+        for name, tensor in from_hf(SafetensorsFolder(folder), model=model, value_head=value_head).items():
+            named[name].copy_(tensor)
+    return model, gpt, named
+
+
+def logits_of(gpt, tokens):
+    with torch.no_grad():
+        return gpt(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loaded_model_is_that_of_transformers(family, dtype, tied, tmp_path):
+    hf = save_checkpoint(tmp_path, family, dtype=dtype, tied=tied)
+    model, gpt, named = load(tmp_path)
+    assert model.dtype == {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    theirs = hf.state_dict()
+    for name, tensor in to_hf(named.items(), model=model):
+        assert torch.equal(tensor, theirs[name]), name
+    tokens = torch.randint(VOCABULARY, (2, 150), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = hf.float()(tokens).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logits_of(gpt.float(), tokens), expected, atol=1e-4, rtol=0)
+
+
+def test_shards_are_one_model_and_export_shards_too(tmp_path):
+    save_checkpoint(tmp_path / "whole", "qwen2")
+    save_checkpoint(tmp_path / "shards", "qwen2", shard_size="40KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    whole, shards = (SafetensorsFolder(tmp_path / name) for name in ("whole", "shards"))
+    assert set(whole) == set(shards)
+    assert all(torch.equal(whole[name], shards[name]) for name in whole)
+
+    model, _, named = load(tmp_path / "shards")
+    save_hf(named.items(), model=model, tokenizer=tokenizer(), folder=tmp_path / "out", shard_bytes=40_000)
+    assert (tmp_path / "out" / INDEX_FILE).is_file()
+    assert not (tmp_path / "out" / WEIGHTS_FILE).exists()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(theirs[name], whole[name]) for name in whole)
+
+
+def tokenizer():
+    task = ArithmeticTask(max_operand=9, operations=["plus"], forms="digits", heldout_fraction=0.1, seed=1)
+    return load_tokenizer(None, task=task, vocab_size=280)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trained_actor_is_exported_and_comes_back_bit_for_bit(family, tied, tmp_path):
+    save_checkpoint(tmp_path / "in", family, dtype=torch.bfloat16, tied=tied)
+    settings = ("model=hf", f"model.path={tmp_path / 'in'}", f"tokenizer.path={tmp_path / 'in'}")
+    roles.fresh_saver()
+    actor = roles.make_role("actor", *settings)
+    actor.load_weights(from_hf(SafetensorsFolder(tmp_path / "in"), model=actor.config.model))
+    start = roles.weights_of(actor)
+    roles.train(actor)
+    trained, model = roles.weights_of(actor), actor.config.model
+    assert not roles.same_weights(start, trained)
+
+    save_hf(named_tensors(actor.chunks), model=model, tokenizer=tokenizer(), folder=tmp_path / "out")
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert hf.dtype == torch.bfloat16
+    assert type(hf.config) is type(FAMILIES[family])
+    tokens = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            hf.float()(tokens).logits, logits_of(actor.chunks[0].module.float(), tokens), atol=1e-4, rtol=0
+        )
+    returned, _, named = load(tmp_path / "out")
+    assert dataclasses.replace(returned, path=None) == dataclasses.replace(model, path=None)
+    assert roles.same_weights(dict(named), trained)
+
+
+def test_a_critic_has_the_body_and_a_head_of_its_own(tmp_path):
+    for tied in (False, True):
+        save_checkpoint(tmp_path, "llama", tied=tied)
+        _, _, named = load(tmp_path, value_head=True)
+        head = named["chunk0.output_layer.weight"]
+        assert head.shape == (1, 64)
+        assert head.dtype == torch.float32
+        assert torch.equal(
+            named["chunk0.embedding.word_embeddings.weight"], SafetensorsFolder(tmp_path)["model.embed_tokens.weight"]
+        )
+
+
+def test_loading_refreshes_main_params(tmp_path):
+    """A step of size zero would bring back the random weights if only the model had been loaded."""
+    save_checkpoint(tmp_path, "qwen3")
+    roles.fresh_saver()
+    critic = roles.make_role("critic", "model=hf", f"model.path={tmp_path}", f"tokenizer.path={tmp_path}")
+    critic.load_weights(from_hf(SafetensorsFolder(tmp_path), model=critic.config.model, value_head=True))
+    loaded = roles.weights_of(critic)
+    roles.train(critic, lr=0.0)
+    assert roles.same_weights(roles.weights_of(critic), loaded)
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path):
+    save_checkpoint(tmp_path, "llama")
+    config_file = tmp_path / "config.json"
+    config_file.write_text(config_file.read_text().replace(f'"vocab_size": {VOCABULARY}', '"vocab_size": 63'))
+    roles.fresh_saver()
+    actor = roles.make_role("actor", "model=hf", f"model.path={tmp_path}", f"tokenizer.path={tmp_path}")
+    state = dict(from_hf(SafetensorsFolder(tmp_path), model=actor.config.model))
+    with pytest.raises(ValueError, match=r"output_layer.weight has the shape \(63, 64\), the actor's is \(64, 64\)"):
+        actor.load_weights({"chunk0.output_layer.weight": state["chunk0.output_layer.weight"][:63]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model of type gpt2: supported are llama, qwen2, qwen3"),
+        ({"attention_bias": True}, "attention_bias=true"),
+        ({"mlp_bias": True}, "mlp_bias=true"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=linear"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    ],
+)
+def test_what_a_gpt_of_ours_cannot_compute_is_refused_by_name(changes, message, tmp_path):
+    settings = FAMILIES["llama"].to_dict() | changes
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=message):
+        model_of(tmp_path)
+
+
+def test_sliding_windows_are_refused(tmp_path):
+    Qwen2Config(**SIZES, use_sliding_window=True, max_window_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="sliding-window attention"):
+        model_of(tmp_path)
+
+
+def test_folders_and_settings_that_do_not_fit(tmp_path):
+    FAMILIES["qwen3"].save_pretrained(tmp_path)
+    both = (f"model.path={tmp_path}", f"tokenizer.path={tmp_path}")
+    for overrides, message in (
+        (("model=hf",), r"no value given for model\.path: add model\.path="),
+        (("model=hf", "model.path=gone"), r"model\.path=gone holds no config\.json"),
+        (
+            both,
+            rf"actor\.model\.hidden_size=128, but the checkpoint in roles\.actor\.model\.path={tmp_path} has",
+        ),
+        (
+            ("model=hf", *both, "roles.critic.model.layers=3"),
+            r"critic\.model\.layers=3, but .* layers=2: .*model=hf",
+        ),
+        (("model=hf", *both, "model.max_length=600"), r"max_length=600 is more than the 512 .* model\.max_length=512"),
+        (("model=hf", both[0], "tokenizer.path=null"), r"tokenizer\.path=null with roles\.actor\.model\.path="),
+        (("tokenizer.chat_template=true",), "has no chat template"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config_of("platform=cpu", *overrides)
+    with pytest.raises(ValueError, match=r"lacks model\.safetensors: weights are read from"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_dtype_and_length_are_free_and_a_critic_may_be_another_model(tmp_path):
+    FAMILIES["llama3"].save_pretrained(tmp_path)
+    hf = ("platform=cpu", "model=hf", f"model.path={tmp_path}")
+    config = config_of(*hf, "model.dtype=bf16", "model.max_length=100", "model@roles.critic.model=tiny")
+    actor, critic = (config.roles[name].model for name in ("actor", "critic"))
+    assert (actor.dtype, actor.max_length, actor.head_dim, actor.vocab_size) == ("bf16", 100, 16, VOCABULARY)
+    assert dataclasses.asdict(actor.rope_scaling) == {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_length": 64,
+    }
+    assert (critic.path, critic.layers, critic.vocab_size) == (None, 2, None)
+    assert config.tokenizer.path == str(tmp_path)
+    assert not config.critic_starts_from_actor

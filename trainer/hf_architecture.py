@@ -1,0 +1,103 @@
+"""The architecture of a Hugging Face model folder in the terms of the ``model`` section, or why it is none of ours.
+
+``conf/model/hf.yaml`` takes its values from here, so that rules, plan and hash see the real numbers. Reads
+``config.json`` alone, through transformers, which knows every version's spelling and defaults.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+# Settings that have to be the checkpoint's; the others (dtype, max_length, init_std) are the run's to change.
+FIXED = (
+    *("layers", "hidden_size", "ffn_size", "heads", "kv_heads", "head_size", "vocab_size", "rope_theta"),
+    *("rope_scaling", "norm_eps", "qkv_bias", "qk_norm", "tie_embeddings"),
+)
+_ROPE_SCALING = {  # ours -> theirs
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_length": "original_max_position_embeddings",
+}
+
+
+def architecture_of(folder: str) -> dict[str, Any]:
+    """Every field of ``ModelConfig`` except ``path``, for the model in ``folder``.
+
+    A float16 checkpoint (or one that does not say) is a ``fp32`` model, which loses nothing.
+
+    Raises:
+        ValueError: there is no config.json, or it asks for something that a GPT of ours cannot compute; names it.
+    """
+    file = Path(folder, "config.json")
+    if not file.is_file():
+        raise ValueError(
+            f"model.path={folder} holds no config.json (relative paths start at the directory of the command): "
+            "give a folder with a Hugging Face model (config.json, *.safetensors, tokenizer files)"
+        )
+    family = json.loads(file.read_text()).get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(f"model.path={folder} holds a model of type {family}: supported are {', '.join(FAMILIES)}")
+    from transformers import AutoConfig  # seconds that only runs with such a model pay
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    unsupported = [text for is_given, text in _unsupported(config, family) if is_given]
+    if unsupported:
+        raise ValueError(
+            f"model.path={folder} asks for what is not supported: {', '.join(unsupported)}. Supported are "
+            f"{', '.join(FAMILIES)} with full attention, SiLU and default or llama3 rotary positions"
+        )
+    heads, rope = config.num_attention_heads, config.rope_parameters
+    return {
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_size": config.intermediate_size,
+        "heads": heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,  # Qwen2's has no such field
+        "vocab_size": config.vocab_size,
+        "max_length": config.max_position_embeddings,
+        "rope_theta": float(rope["rope_theta"]),
+        "rope_scaling": _rope_scaling(rope),
+        "norm_eps": config.rms_norm_eps,
+        "qkv_bias": family == "qwen2",
+        "qk_norm": family == "qwen3",
+        "tie_embeddings": config.tie_word_embeddings,
+        "init_std": config.initializer_range,
+        "dtype": "bf16" if str(config.dtype).endswith("bfloat16") else "fp32",
+    }
+
+
+def _rope_scaling(rope: dict[str, Any]) -> dict[str, float] | None:
+    if rope["rope_type"] == "default":
+        return None
+    return {ours: rope[theirs] for ours, theirs in _ROPE_SCALING.items()}
+
+
+def rope_parameters(*, theta: float, scaling: dict[str, float] | None) -> dict[str, Any]:
+    """The inverse: what transformers calls ``rope_parameters``."""
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": theta}
+    return {"rope_type": "llama3", "rope_theta": theta, **{_ROPE_SCALING[name]: scaling[name] for name in scaling}}
+
+
+def _unsupported(config: Any, family: str) -> list[tuple[bool, str]]:
+    """(the config asks for it, its name), for all that the family can have and a GPT of ours cannot."""
+    settings, rope = config.to_dict(), config.rope_parameters
+
+    def given(key: str) -> bool:
+        return bool(settings.get(key))
+
+    sliding = given("use_sliding_window") or set(settings.get("layer_types") or ()) - {"full_attention"}
+    return [
+        (config.hidden_act != "silu", f"hidden_act={config.hidden_act}"),
+        (family != "qwen2" and given("attention_bias"), "attention_bias=true"),
+        (given("mlp_bias"), "mlp_bias=true"),
+        (bool(sliding), "sliding-window attention"),
+        (rope["rope_type"] not in ("default", "llama3"), f"rope_type={rope['rope_type']}"),
+        (rope.get("partial_rotary_factor", 1.0) != 1.0, "partial_rotary_factor"),
+        (given("quantization_config"), "quantization_config"),
+    ]

@@ -1,0 +1,55 @@
+"""``python -m trainer.models.import_gguf FILE FOLDER``: a GGUF file as a folder for ``model.path``.
+
+The file is read by transformers; quantised weights become plain ones. Needs ``pip install 'torpor[gguf]'``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from trainer.hf_architecture import architecture_of
+from trainer.models.hf_files import SHARD_BYTES, write_folder
+
+
+def import_gguf(file: Path, folder: Path, *, dtype: torch.dtype) -> None:
+    """Write the model in ``file`` to ``folder``: config, weights in ``dtype``, tokenizer with its chat template.
+
+    Raises:
+        ImportError: a package that transformers needs for it is not installed.
+        ValueError: no such file, or a model that is not supported here.
+    """
+    lacking = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise ImportError(f"reading GGUF files needs {' and '.join(lacking)}: pip install 'torpor[gguf]'")
+    if not file.is_file():
+        raise ValueError(f"{file} is no file: give a .gguf file")
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    config = AutoConfig.from_pretrained(**source)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype)
+    config.architectures, config.dtype = [type(model).__name__], dtype
+    # Not save_pretrained, which takes the plain weights for quantised ones and refuses.
+    write_folder(model.named_parameters(), config=config, tokenizer=tokenizer, folder=folder, shard_bytes=SHARD_BYTES)
+    architecture_of(str(folder))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m trainer.models.import_gguf", description=__doc__)
+    parser.add_argument("file", type=Path, help="a .gguf file")
+    parser.add_argument("folder", type=Path, help="where to write the model")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the written weights")
+    arguments = parser.parse_args()
+    try:
+        import_gguf(arguments.file, arguments.folder, dtype=getattr(torch, arguments.dtype))
+    except (ImportError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from error
+    print(f"model=hf model.path={arguments.folder}")
+
+
+if __name__ == "__main__":
+    main()
