@@ -221,8 +221,8 @@ class CheckpointConfig(Section):
 class Config(Section):
     """The whole run. ``task`` is a mapping with ``_target_``; its class (a dataclass) gives the types of the rest.
 
-    ``resume``: where the run goes on from. ``auto``: its own directory's latest checkpoint, if there is one; a path: a run
-    directory or a checkpoint; null: nowhere, it starts anew.
+    ``resume``: where the run goes on from. ``auto``: its own directory's latest checkpoint, if there is one; a path: a
+    run directory or a checkpoint; null: nowhere, it starts anew.
     """
 
     seed: int

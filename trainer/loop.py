@@ -287,9 +287,7 @@ def _checkpoint(
         return
     schedule_steps = {name: schedule.num_steps for name, schedule in schedules.items()}
     with run.phases.phase("checkpoint", step=record["step"]):
-        checkpoints.save(
-            run.roles, step=record["step"], kl_coef=kl_coef, schedule_steps=schedule_steps, record=record
-        )
+        checkpoints.save(run.roles, step=record["step"], kl_coef=kl_coef, schedule_steps=schedule_steps, record=record)
 
 
 def _report(outputs: Outputs, record: Mapping[str, Any]) -> None:

@@ -202,8 +202,8 @@ class Share:
 def shares(optimizer: Any, params: Mapping[str, torch.Tensor]) -> Iterator[Share]:
     """The shares of all optimized ones among ``params`` (name -> model tensor).
 
-    The distributed optimizer's own ``model_param_group_index_map`` is of no use here: it names the wrong main param where
-    fp32 and bf16 parameters share a group, as in a critic with a value head in fp32.
+    The distributed optimizer's own ``model_param_group_index_map`` is of no use here: it names the wrong main param
+    where fp32 and bf16 parameters share a group, as in a critic with a value head in fp32.
     """
     names = {id(param): name for name, param in params.items()}
     for inner in inner_optimizers(optimizer):

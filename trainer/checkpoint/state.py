@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,5 @@ def _maximum(count: int) -> int:
 
 def _remove_quietly(path: Path) -> None:
     if distributed.get_rank() == 0:
-        try:
+        with suppress(OSError):  # the next save or start removes them
             folder.remove_leftovers(path)
-        except OSError:
-            pass  # the next save or start removes them
