@@ -35,12 +35,12 @@ class JobError(RuntimeError):
 def run_job(config: Config, directory: Path, console: Console) -> float | None:
     """Launch one validated job and return its objective, the held-out accuracy at the end."""
     _check_devices(config)
-    finished = jobs.claim(directory, config)
-    if finished is not None:
+    earlier = jobs.finished(directory, config)
+    if earlier is not None:
         console.print(f"finished already: {directory}", soft_wrap=True)
-        return finished["heldout_accuracy"]
+        return earlier["heldout_accuracy"]
     checkpoint = checkpoints.starting_point(config, directory)
-    jobs.prepare_records(directory, checkpoint)
+    jobs.claim(directory, config, checkpoint)
     platform = "cpu (stand-in for CUDA)" if config.platform.name == "cpu" else config.platform.name
     console.print(
         f"platform: {platform}   workers: {config.launch.nproc}   config: {configuration.config_hash(config)}"

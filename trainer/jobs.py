@@ -37,23 +37,21 @@ class SweepDirectory(Callback):
         SweepDirectory.path = Path(config.hydra.sweep.dir).absolute()
 
 
-def claim(directory: Path, config: Config) -> dict[str, Any] | None:
-    """Make ``directory`` the place of this config's job; the result if that job has already finished there.
+def finished(directory: Path, config: Config) -> dict[str, Any] | None:
+    """The result of this config's job if it has finished in ``directory``.
 
     Raises:
         ValueError: the directory belongs to a job of another config.
     """
     path = directory / CONFIG_FILE
-    if path.exists():
-        if not _is_same_job(json.loads(path.read_text()), to_plain(config), directory):
-            raise ValueError(
-                f"{directory} holds a run of another config, which this one would overwrite: choose another "
-                "hydra.run.dir (in a sweep hydra.sweep.dir)"
-            )
-        return read_result(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(to_plain(config), indent=2) + "\n")
-    return None
+    if not path.exists():
+        return None
+    if not _is_same_job(json.loads(path.read_text()), to_plain(config), directory):
+        raise ValueError(
+            f"{directory} holds a run of another config, which this one would overwrite: choose another "
+            "hydra.run.dir (in a sweep hydra.sweep.dir)"
+        )
+    return read_result(directory)
 
 
 def _is_same_job(known: dict[str, Any], given: dict[str, Any], directory: Path) -> bool:
@@ -63,15 +61,20 @@ def _is_same_job(known: dict[str, Any], given: dict[str, Any], directory: Path) 
     return known == given
 
 
-def prepare_records(directory: Path, checkpoint: Path | None) -> None:
-    """Let the record files begin with those of the run that goes on from ``checkpoint``; without one, let them be new:
-    what a job left behind when it was cut off is removed."""
-    source = checkpoint.parent.parent if checkpoint else None
+def claim(directory: Path, config: Config, checkpoint: Path | None) -> None:
+    """Make ``directory`` the place of this config's job, which goes on from ``checkpoint`` or starts anew.
+
+    The record files begin with those of the run that goes on. Without a checkpoint they are new: what a job left behind
+    when it was cut off is removed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / CONFIG_FILE).exists():
+        (directory / CONFIG_FILE).write_text(json.dumps(to_plain(config), indent=2) + "\n")
     for name in (METRICS_FILE, MEMORY_FILE):
-        if source is None:
+        if checkpoint is None:
             (directory / name).unlink(missing_ok=True)
-        elif not (directory / name).exists() and (source / name).exists():
-            shutil.copyfile(source / name, directory / name)
+        elif not (directory / name).exists() and (checkpoint.parent.parent / name).exists():
+            shutil.copyfile(checkpoint.parent.parent / name, directory / name)
 
 
 def write_result(directory: Path, result: dict[str, Any]) -> None:

@@ -152,25 +152,26 @@ def test_what_weights_do_not_depend_on_may_change(tmp_path):
 
 def test_a_directory_belongs_to_one_job_however_it_goes_on(tmp_path):
     run, config = tmp_path / "run", config_of(*SMALL)
-    assert jobs.claim(run, config) is None
-    assert jobs.claim(run, config_of(*SMALL, "resume=null")) is None
-    assert jobs.claim(run, config_of(*SMALL, f"resume={run}/checkpoints/step_1")) is None
+    jobs.claim(run, config, None)
+    jobs.write_result(run, {"heldout_accuracy": 0.5})
+    for override in ("resume=auto", "resume=null", f"resume={run}/checkpoints/step_1"):
+        assert jobs.finished(run, config_of(*SMALL, override)) == {"heldout_accuracy": 0.5}
     for override in (f"resume={tmp_path}/another", "seed=2"):
         with pytest.raises(ValueError, match="holds a run of another config"):
-            jobs.claim(run, config_of(*SMALL, override))
+            jobs.finished(run, config_of(*SMALL, override))
 
 
 def test_records_begin_with_those_of_the_run_that_goes_on(tmp_path):
     run, other = tmp_path / "run", tmp_path / "other"
     checkpoint = save(run, 1)
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
-    other.mkdir()
-    jobs.prepare_records(other, checkpoint)
+    config = config_of(*SMALL)
+    jobs.claim(other, config, checkpoint)
     assert (other / "metrics.jsonl").read_text() == '{"step": 1}\n'
     (other / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-    jobs.prepare_records(other, checkpoint)
+    jobs.claim(other, config, checkpoint)
     assert len((other / "metrics.jsonl").read_text().splitlines()) == 2
-    jobs.prepare_records(other, None)
+    jobs.claim(other, config, None)
     assert not (other / "metrics.jsonl").exists()
 
 

@@ -1,9 +1,9 @@
 """What a checkpoint holds, and how roles are saved and restored.
 
-    <role>_weights.safetensors        every tensor a forward pass reads, as the last step left it
-    <role>_weights_<tag>.safetensors  further tags of the weights backuper (the reference model)
-    <role>_optimizer_<rank>.safetensors  ``main/``, ``exp_avg/``, ``exp_avg_sq/`` + parameter name, each this rank's share
-                                      of the flattened parameter; the header says where in it the share starts
+    <role>_weights.safetensors           every tensor a forward pass reads, as the last step left it
+    <role>_weights_<tag>.safetensors     further tags of the weights backuper (the reference model)
+    <role>_optimizer_<rank>.safetensors  ``main/``, ``exp_avg/``, ``exp_avg_sq/`` + parameter name: this rank's share of
+                                         the flattened parameter; the header says where in it the share starts
 
 Random draws are keyed by (seed, purpose, step, rank), so no generator state is kept. Shares are found by parameter name
 and position, so a checkpoint can be loaded with another number of ranks, with or without the distributed optimizer, and
