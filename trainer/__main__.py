@@ -19,6 +19,7 @@ from rich.console import Console
 
 from trainer import config as configuration
 from trainer import jobs
+from trainer.checkpoint import folder as checkpoints
 from trainer.config import Config
 from trainer.hints import hint_for, hint_for_flags
 from trainer.launch import WorkerError, launch
@@ -34,23 +35,26 @@ class JobError(RuntimeError):
 def run_job(config: Config, directory: Path, console: Console) -> float | None:
     """Launch one validated job and return its objective, the held-out accuracy at the end."""
     _check_devices(config)
-    finished = jobs.claim(directory, config)
-    if finished is not None:
+    earlier = jobs.finished(directory, config)
+    if earlier is not None:
         console.print(f"finished already: {directory}", soft_wrap=True)
-        return finished["heldout_accuracy"]
+        return earlier["heldout_accuracy"]
+    checkpoint = checkpoints.starting_point(config, directory)
+    jobs.claim(directory, config, checkpoint)
     platform = "cpu (stand-in for CUDA)" if config.platform.name == "cpu" else config.platform.name
     console.print(
         f"platform: {platform}   workers: {config.launch.nproc}   config: {configuration.config_hash(config)}"
     )
+    if checkpoint is not None:
+        console.print(f"goes on from {checkpoint}", soft_wrap=True)
     console.print(plan_table(plan_rows(config)))
     environment = worker_environment(
         platform=config.platform.name,
         sleeps=config.offload.train,
         threads_per_worker=config.launch.threads_per_worker,
     )
-    result = launch(
-        run, Job(config, directory), nproc=config.launch.nproc, log_dir=directory / "logs", environment=environment
-    )
+    job = Job(config, directory, resume_from=checkpoint)
+    result = launch(run, job, nproc=config.launch.nproc, log_dir=directory / "logs", environment=environment)
     for table in final_tables(read_records(directory / METRICS_FILE), read_records(directory / MEMORY_FILE)):
         console.print(table)
     console.print(f"report: {directory / 'report.md'}", soft_wrap=True)

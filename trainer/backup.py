@@ -74,11 +74,14 @@ class TensorBackuper:
 
     def copy(self, *, src_tag: str, dst_tag: str) -> None:
         """Make ``dst_tag`` (created if need be) hold what ``src_tag`` holds."""
-        source = self.get(src_tag)
-        if dst_tag not in self._tags:
-            self._tags[dst_tag] = self._new_tag(source)
-        for name, tensor in self.get(dst_tag).items():
-            tensor.copy_(source[name])
+        self.put(dst_tag, self.get(src_tag))
+
+    def put(self, tag: str, weights: Mapping[str, torch.Tensor]) -> None:
+        """Make ``tag`` (created if need be) hold ``weights``, which have the source tensors' names and shapes."""
+        if tag not in self._tags:
+            self._tags[tag] = self._new_tag(self._sources())
+        for name, tensor in self.get(tag).items():
+            tensor.copy_(weights[name])
 
     def get(self, tag: str) -> Mapping[str, torch.Tensor]:
         """Name -> host tensor of a tag, views into its arena."""

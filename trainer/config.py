@@ -241,8 +241,21 @@ class LoggerConfig(Section):
 
 
 @dataclass
+class CheckpointConfig(Section):
+    """``every_steps``: a checkpoint after every so many PPO steps and after the last one, null for none.
+    ``keep_last``: how many are kept."""
+
+    every_steps: Optional[int]  # noqa: UP045
+    keep_last: int
+
+
+@dataclass
 class Config(Section):
-    """The whole run. ``task`` is a mapping with ``_target_``; its class (a dataclass) gives the types of the rest."""
+    """The whole run. ``task`` is a mapping with ``_target_``; its class (a dataclass) gives the types of the rest.
+
+    ``resume``: where the run goes on from. ``auto``: its own directory's latest checkpoint, if there is one; a path: a
+    run directory or a checkpoint; null: nowhere, it starts anew.
+    """
 
     seed: int
     task_name: str
@@ -261,6 +274,8 @@ class Config(Section):
     platform: PlatformConfig
     launch: LaunchConfig
     logger: LoggerConfig
+    checkpoint: CheckpointConfig
+    resume: Optional[str]  # noqa: UP045
 
     @property
     def critic_starts_from_actor(self) -> bool:

@@ -7,12 +7,14 @@ skips what has finished and does the rest.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from hydra.experimental.callback import Callback
 
+from trainer.checkpoint import folder as checkpoints
 from trainer.config import Config, to_plain
 from trainer.report import MEMORY_FILE, METRICS_FILE, Table
 
@@ -35,30 +37,44 @@ class SweepDirectory(Callback):
         SweepDirectory.path = Path(config.hydra.sweep.dir).absolute()
 
 
-def claim(directory: Path, config: Config) -> dict[str, Any] | None:
-    """Make ``directory`` the place of this config's job; the result if that job has already finished there.
-
-    What a job of the same config left behind when it was cut off is removed: it starts over.
+def finished(directory: Path, config: Config) -> dict[str, Any] | None:
+    """The result of this config's job if it has finished in ``directory``.
 
     Raises:
         ValueError: the directory belongs to a job of another config.
     """
-    text = json.dumps(to_plain(config), indent=2) + "\n"
     path = directory / CONFIG_FILE
-    if path.exists():
-        if path.read_text() != text:
-            raise ValueError(
-                f"{directory} holds a run of another config, which this one would overwrite: choose another "
-                "hydra.run.dir (in a sweep hydra.sweep.dir)"
-            )
-        result = read_result(directory)
-        if result is not None:
-            return result
-        for name in (METRICS_FILE, MEMORY_FILE):
-            (directory / name).unlink(missing_ok=True)
+    if not path.exists():
+        return None
+    if not _is_same_job(json.loads(path.read_text()), to_plain(config), directory):
+        raise ValueError(
+            f"{directory} holds a run of another config, which this one would overwrite: choose another "
+            "hydra.run.dir (in a sweep hydra.sweep.dir)"
+        )
+    return read_result(directory)
+
+
+def _is_same_job(known: dict[str, Any], given: dict[str, Any], directory: Path) -> bool:
+    """Going on in the job's own directory makes it no other job; going on from another run does."""
+    if checkpoints.is_inside(given["resume"], directory):
+        known, given = known | {"resume": None}, given | {"resume": None}
+    return known == given
+
+
+def claim(directory: Path, config: Config, checkpoint: Path | None) -> None:
+    """Make ``directory`` the place of this config's job, which goes on from ``checkpoint`` or starts anew.
+
+    The record files begin with those of the run that goes on. Without a checkpoint they are new: what a job left behind
+    when it was cut off is removed.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return None
+    if not (directory / CONFIG_FILE).exists():
+        (directory / CONFIG_FILE).write_text(json.dumps(to_plain(config), indent=2) + "\n")
+    for name in (METRICS_FILE, MEMORY_FILE):
+        if checkpoint is None:
+            (directory / name).unlink(missing_ok=True)
+        elif not (directory / name).exists() and (checkpoint.parent.parent / name).exists():
+            shutil.copyfile(checkpoint.parent.parent / name, directory / name)
 
 
 def write_result(directory: Path, result: dict[str, Any]) -> None:

@@ -73,6 +73,8 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "algo.kl.coef": (0, None),
     "algo.kl.clamp": (0, None),
     "algo.kl.horizon": (1, None),
+    "checkpoint.every_steps": (1, None),
+    "checkpoint.keep_last": (1, None),
     "launch.nproc": (1, None),
     "launch.threads_per_worker": (1, None),
 }

@@ -1,6 +1,6 @@
 """The training loop, top to bottom: a supervised warm-up of the actor, then PPO steps.
 
-    rollout -> score -> values -> advantages -> train critic -> train actor (which is backed up) -> report
+    rollout -> score -> values -> advantages -> train critic -> train actor (which is backed up) -> report -> checkpoint
 
 Whoever is not at work sleeps; a forward-only phase wakes parameters alone.
 """
@@ -19,6 +19,7 @@ from trainer import metrics, optimizer, step
 from trainer.algo.advantages import gae, token_rewards
 from trainer.algo.kl import kl_estimate, next_kl_coef
 from trainer.algo.masked import whiten
+from trainer.checkpoint.state import Checkpoints
 from trainer.config import Config
 from trainer.data import Prompts
 from trainer.distributed import combined_digest, data_parallel_group, data_parallel_rank, seed_for, sum_over_ranks
@@ -42,6 +43,10 @@ class Run:
     phases: Phases
     vocab_size: int
 
+    @property
+    def roles(self) -> dict[str, Role]:
+        return {"actor": self.actor, "critic": self.critic}
+
 
 @dataclass(frozen=True)
 class Outputs:
@@ -52,23 +57,31 @@ class Outputs:
     log: Any
 
 
-def train(run: Run, outputs: Outputs) -> dict[str, Any]:
-    """Run the whole job and return the last metrics record."""
+def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None) -> dict[str, Any]:
+    """Run the whole job, or what is left of it after a checkpoint, and return the last metrics record."""
     settings, phases = run.config.algo, run.phases
     run.actor.sleep()
     run.critic.sleep()
-    warm_up(run, outputs)
+    resumed = checkpoints.restore(run.roles) if checkpoints else None
+    if resumed is None:
+        warm_up(run, outputs)
     schedules = _schedules(run)
-    record: dict[str, Any] = {
-        "step": 0,
-        "heldout_accuracy": evaluate(run, at_step=0),
-        "parameters/actor": run.actor.parameter_count(),
-        "parameters/critic": run.critic.parameter_count(),
-        **phases.end_step(),
-    }
-    _report(outputs, record)
-    kl_coef = settings.kl.coef
-    for step_number in range(1, settings.num_steps + 1):
+    if resumed is None:
+        record: dict[str, Any] = {
+            "step": 0,
+            "heldout_accuracy": evaluate(run, at_step=0),
+            "parameters/actor": run.actor.parameter_count(),
+            "parameters/critic": run.critic.parameter_count(),
+            **phases.end_step(),
+        }
+        kl_coef = settings.kl.coef
+        _report(outputs, record)
+        _checkpoint(run, checkpoints, record, schedules=schedules, kl_coef=kl_coef)
+    else:
+        record, kl_coef = dict(resumed.record), resumed.kl_coef
+        for name, schedule in schedules.items():
+            schedule.step(resumed.schedule_steps[name])
+    for step_number in range(record["step"] + 1, settings.num_steps + 1):
         record = {"step": step_number, **ppo_step(run, step_number, schedules=schedules, kl_coef=kl_coef)}
         kl_coef = _next_kl_coef(run.config, kl_coef, record["kl"])
         if step_number == settings.num_steps:
@@ -76,6 +89,7 @@ def train(run: Run, outputs: Outputs) -> dict[str, Any]:
             record |= _weights_sha256(run, step_number)
         record |= phases.end_step()
         _report(outputs, record)
+        _checkpoint(run, checkpoints, record, schedules=schedules, kl_coef=kl_coef)
     return record
 
 
@@ -238,10 +252,9 @@ def _schedules(run: Run) -> dict[str, Any]:
     settings = run.config.algo
     per_step = settings.epochs * settings.minibatches
     steps = {"actor": settings.num_steps - settings.critic_warmup_steps, "critic": settings.num_steps}
-    roles = {"actor": run.actor, "critic": run.critic}
     return {
         name: optimizer.build_scheduler(role.optimizer, role.config, total_steps=per_step * steps[name])
-        for name, role in roles.items()
+        for name, role in run.roles.items()
     }
 
 
@@ -259,6 +272,22 @@ def _weights_sha256(run: Run, number: int) -> dict[str, str]:
         with run.phases.phase("report", step=number), role.awake():
             digests[f"weights_sha256/{role.name}"] = combined_digest(role.weights_sha256())
     return digests
+
+
+def _checkpoint(
+    run: Run,
+    checkpoints: Checkpoints | None,
+    record: Mapping[str, Any],
+    *,
+    schedules: Mapping[str, Any],
+    kl_coef: float,
+) -> None:
+    """Save the step whose record has been written. Its seconds count towards the next record."""
+    if checkpoints is None or not checkpoints.is_due(record["step"]):
+        return
+    schedule_steps = {name: schedule.num_steps for name, schedule in schedules.items()}
+    with run.phases.phase("checkpoint", step=record["step"]):
+        checkpoints.save(run.roles, step=record["step"], kl_coef=kl_coef, schedule_steps=schedule_steps, record=record)
 
 
 def _report(outputs: Outputs, record: Mapping[str, Any]) -> None:

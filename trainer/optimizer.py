@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -184,3 +184,65 @@ def step(optimizer: Any) -> tuple[bool, float]:
 def learning_rate(optimizer: Any) -> float:
     """The learning rate of the next step."""
     return float(optimizer.param_groups[0]["lr"])
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank's optimizer holds of one parameter: elements [start, start + n) of the flattened parameter.
+
+    Attributes:
+        tensors: ``main`` (the fp32 main param), ``exp_avg``, ``exp_avg_sq``, each [n] and a view of the state itself.
+    """
+
+    name: str
+    start: int
+    tensors: Mapping[str, torch.Tensor]
+
+
+def shares(optimizer: Any, params: Mapping[str, torch.Tensor]) -> Iterator[Share]:
+    """The shares of all optimized ones among ``params`` (name -> model tensor).
+
+    The distributed optimizer's own ``model_param_group_index_map`` is of no use here: it names the wrong main param
+    where fp32 and bf16 parameters share a group, as in a critic with a value head in fp32.
+    """
+    names = {id(param): name for name, param in params.items()}
+    for inner in inner_optimizers(optimizer):
+        for param, main, start in _mains_of(inner):
+            state = inner.optimizer.state[main]
+            tensors = {"main": main.detach(), **{key: state[key] for key in _STATE_KEYS}}
+            yield Share(names[id(param)], start, {kind: tensor.view(-1) for kind, tensor in tensors.items()})
+
+
+def _mains_of(inner: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """(model param, main param, first element of it that the main param covers)."""
+    if hasattr(inner, "gbuf_ranges"):  # the distributed optimizer
+        for models, mains in (
+            (inner.model_float16_groups, inner.shard_fp32_from_float16_groups),
+            (inner.model_fp32_groups, inner.shard_fp32_groups),
+        ):
+            for param, main in zip(itertools.chain(*models), itertools.chain(*mains), strict=True):
+                covered = inner._get_model_param_range_map(param)["param"]
+                assert covered.size == main.numel(), (covered, main.shape)
+                yield param, main, covered.start
+    elif hasattr(inner, "float16_groups"):
+        for models, mains in (
+            (inner.float16_groups, inner.fp32_from_float16_groups),
+            (inner.fp32_from_fp32_groups, inner.fp32_from_fp32_groups),
+        ):
+            for param, main in zip(itertools.chain(*models), itertools.chain(*mains), strict=True):
+                yield param, main, 0
+    else:  # fp32 parameters are their own main params
+        for group in inner.optimizer.param_groups:
+            for param in group["params"]:
+                yield param, param, 0
+
+
+def step_count(optimizer: Any) -> int:
+    """Adam's step count, which all groups with parameters share."""
+    return max(int(group.get("step", 0)) for group in optimizer.param_groups)
+
+
+def set_step_count(optimizer: Any, count: int) -> None:
+    """Set Adam's step count of every group."""
+    for group in optimizer.param_groups:
+        group["step"] = count

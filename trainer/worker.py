@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.utils import get_class
 
 from trainer import platform
+from trainer.checkpoint import folder
 from trainer.config import Config, to_plain
 from trainer.plan import make_plan
 
@@ -25,34 +26,38 @@ class Job:
 
     config: Config
     directory: Path
+    resume_from: Path | None  # a checkpoint
 
 
 def run(job: Job) -> dict[str, Any]:
     """Train and return the last metrics record with the held-out accuracies; called by the launcher on every rank."""
     patch_lines = platform.set_up(job.config)
     platform.set_up_process_groups(job.config)
-    from trainer.loop import Outputs, train  # imports megatron, which must come after the patches
+    from trainer.checkpoint.state import Checkpoints  # imports megatron, which must come after the patches
+    from trainer.loop import Outputs, train
     from trainer.phases import Phases
     from trainer.report import Progress, RunRecords, open_loggers, write_report
 
     is_writer = int(os.environ["RANK"]) == 0
+    done = None if job.resume_from is None else folder.read(job.resume_from).step
     with ExitStack() as stack:
         outputs, write = Outputs(None, None, None), _discard
         if is_writer:
-            records = stack.enter_context(RunRecords(job.directory))
+            records = stack.enter_context(RunRecords(job.directory, resumed_after=done))
             log = stack.enter_context(
                 open_loggers(job.config.logger, job.directory, hyperparameters=to_plain(job.config))
             )
             outputs = Outputs(records, stack.enter_context(Progress(job.config.algo.num_steps)), log)
             write = records.memory
         phases = Phases(write, gpu=job.config.platform.name == "cuda")
-        with phases.phase("build", step=0):
+        with phases.phase("build", step=done or 0):
             parts = build(job.config, phases)
-        if outputs.progress:
-            for name, path in starting_points(job.config).items():
-                head = "; its value head is new" if name == "critic" else ""
-                outputs.progress.note(f"the {name} starts from {path}{head}")
-        result = train(parts, outputs)
+        note = outputs.progress.note if outputs.progress else _discard
+        for name, path in starting_points(job.config).items() if done is None else ():
+            head = "; its value head is new" if name == "critic" else ""
+            note(f"the {name} starts from {path}{head}")
+        checkpoints = Checkpoints(job.config, job.directory, resume_from=job.resume_from, note=note)
+        result = train(parts, outputs, checkpoints=checkpoints)
         if job.config.export_hf:
             export(parts, job.directory / "hf_model" if is_writer else None)
     if is_writer:
@@ -96,7 +101,7 @@ def starting_points(config: Config) -> dict[str, str]:
     return {name: path for name, path in paths.items() if path is not None}
 
 
-def _discard(record: dict[str, Any]) -> None:
+def _discard(_: Any) -> None:
     pass
 
 

@@ -166,6 +166,7 @@ def test_a_worker_exception_is_shown_once(tmp_path):
             ["platform=cuda"],
             ["error: launch.nproc=1 with platform=cuda needs a GPU for each worker, and 0 are visible: use"],
         ),
+        (["resume=nowhere"], ["error: resume=nowhere: no checkpoint there. Give a run directory with"]),
         (["+algo.epoch=2"], ["error: algo.epoch: Key 'epoch' not in 'AlgoConfig'", "hint: did you mean algo.epochs"]),
     ],
 )

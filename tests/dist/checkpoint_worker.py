@@ -1,0 +1,82 @@
+"""The rank that runs small jobs with checkpoints, one after the other; used by test_checkpoint."""
+
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import patches
+from trainer import platform, worker
+from trainer.config import Config
+from trainer.phases import Phases
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job. ``copy_only``: no step, the restored state is saved again at once. ``disk_bytes``: no file may be
+    larger."""
+
+    name: str
+    config: Config
+    directory: Path
+    resume_from: Path | None = None
+    copy_only: bool = False
+    disk_bytes: int | None = None
+
+
+def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
+    """Name -> metrics of every step (times and sizes left out) and notes of each case, all in this worker group."""
+    platform.set_up(cases[0].config)
+    platform.set_up_process_groups(cases[0].config)
+    results = {}
+    for case in cases:
+        patches.revert("cpu_saver")  # a fresh saver for each run
+        patches.apply("cpu_saver")
+        with _largest_file(case.disk_bytes):
+            results[case.name] = _run(case)
+    return results
+
+
+def _run(case: Case) -> dict[str, Any]:
+    from trainer import loop
+    from trainer.checkpoint.state import Checkpoints
+
+    records: list[dict[str, Any]] = []
+    notes: list[str] = []
+
+    class Recorder:
+        def metrics(self, record: dict[str, Any]) -> None:
+            records.append(record)
+
+        def log(self, record: dict[str, Any]) -> None:
+            pass
+
+    recorder: Any = Recorder()
+    run = worker.build(case.config, Phases(lambda record: None, gpu=False))
+    checkpoints = Checkpoints(case.config, case.directory, resume_from=case.resume_from, note=notes.append)
+    if case.copy_only:
+        run.actor.sleep()
+        run.critic.sleep()
+        state = checkpoints.restore(run.roles)
+        assert state is not None
+        fields = {"kl_coef": state.kl_coef, "schedule_steps": state.schedule_steps, "record": state.record}
+        checkpoints.save(run.roles, step=state.step, **fields)
+    else:
+        loop.train(run, loop.Outputs(recorder, None, recorder), checkpoints=checkpoints)
+    varying = ("seconds/", "host_", "asleep_")
+    numbers = [{k: v for k, v in record.items() if not k.startswith(varying)} for record in records]
+    return {"metrics": numbers, "notes": notes}
+
+
+@contextmanager
+def _largest_file(size_bytes: int | None) -> Iterator[None]:
+    """Writing beyond fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if size_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,0 +1,146 @@
+"""A resumed run is the unbroken run, bit for bit, whatever policy saved it and however it was cut off."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.composing import SMALL, config_of
+from tests.dist.checkpoint_worker import Case, run_cases
+from tests.dist.test_command_line import lasting_metrics, start, torpor
+from trainer.checkpoint import folder
+from trainer.launch import launch
+from trainer.launch_environment import worker_environment
+
+# Everything that a resume could get wrong: schedules that move, an adaptive coefficient, a critic that starts earlier.
+# The model has learned enough to get some answers right, so that gradients are not zero.
+RUN = (
+    *SMALL,
+    *("task.forms=digits", "rollout.max_new_tokens=2"),
+    *("algo.warmup_steps=30", "algo.warmup_lr=5e-3", "algo.warmup_batch_size=16"),
+    *("algo.num_steps=3", "checkpoint.every_steps=1", "checkpoint.keep_last=9"),
+    *("optimizer.lr_schedule=linear", "optimizer.lr_warmup_steps=3", "roles.actor.optimizer.lr=1e-3"),
+    *("algo.kl.target=0.01", "algo.kl.horizon=50", "algo.critic_warmup_steps=1", "algo.epochs=2"),
+)
+POLICIES = {
+    "none": ("offload=none",),
+    "lean": ("memory=lean",),
+    "rebuild": ("memory=rebuild",),
+    "rebuild_saver": ("memory=rebuild", "memory.actor.optim_keeper=saver", "memory.critic.optim_keeper=saver"),
+}
+RESUMES = [("lean", "lean"), ("rebuild", "rebuild"), ("lean", "rebuild"), ("rebuild", "none"), ("none", "rebuild_saver")]
+PLAIN = ("roles.actor.ddp.use_distributed_optimizer=false", "roles.critic.ddp.use_distributed_optimizer=false")
+
+
+def launch_cases(cases, *, nproc, log_dir):
+    environment = worker_environment(platform="cpu", sleeps=True, threads_per_worker=1)
+    return launch(run_cases, cases, nproc=nproc, log_dir=log_dir, environment=environment)
+
+
+def files(checkpoint: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
+
+
+def checkpoint_of(directory: Path, step: int) -> Path:
+    return directory / "checkpoints" / f"step_{step}"
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_resumed_is_unbroken(nproc, tmp_path):
+    configs = {name: config_of(*RUN, f"launch.nproc={nproc}", *overrides) for name, overrides in POLICIES.items()}
+    unbroken = [Case(name, configs[name], tmp_path / name) for name in ("none", "lean", "rebuild")]
+    resumed = [
+        Case(f"{saved}->{used}/{step}", configs[used], tmp_path / f"{saved}_{used}_{step}", checkpoint_of(tmp_path / saved, step))
+        for step, (saved, used) in zip((1, 1, 1, 2, 0), RESUMES, strict=True)
+    ]
+    # No file of more than 100,000 bytes: both saves after step 1 fail, and the run goes on.
+    full = Case("full", configs["lean"], tmp_path / "lean", checkpoint_of(tmp_path / "lean", 1), disk_bytes=100_000)
+    results = launch_cases([*unbroken, *resumed, full], nproc=nproc, log_dir=tmp_path / "logs")
+
+    expected = results["none"]["metrics"]
+    assert [record["step"] for record in expected] == [0, 1, 2, 3]
+    assert all(record["critic/grad_norm"] > 0 for record in expected[1:])
+    assert all(record["actor/grad_norm"] > 0 for record in expected[2:])
+    assert len({record["kl_coef"] for record in expected[1:]}) == 3
+    assert len({record["critic/lr"] for record in expected[1:]}) == 3
+    for case in (*unbroken, *resumed):
+        first = int(case.name[-1]) + 1 if case.resume_from else 0
+        assert json.dumps(results[case.name]["metrics"]) == json.dumps(expected[first:]), case.name
+        assert files(checkpoint_of(case.directory, 3)) == files(checkpoint_of(tmp_path / "none", 3)), case.name
+        assert results[case.name]["notes"] == []
+    assert len(files(checkpoint_of(tmp_path / "none", 3))) == 3 + 2 * nproc
+
+    assert results["full"]["metrics"] == expected[2:]
+    assert [note[:24] for note in results["full"]["notes"]] == ["no checkpoint of step 2:", "no checkpoint of step 3:"]
+    assert list((tmp_path / "lean" / "checkpoints").glob("*.tmp")) == []
+    assert folder.read(checkpoint_of(tmp_path / "lean", 3)).step == 3
+
+
+def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Main params and moments put together from the shares of all ranks."""
+    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for path in checkpoint.glob("*_optimizer_*.safetensors"):
+        with safe_open(path, "pt") as saved:
+            starts = json.loads(saved.metadata()["starts"])
+            for key in saved.keys():  # noqa: SIM118
+                role, name = path.name.partition("_")[0], key.partition("/")[2]
+                parts.setdefault(f"{role}/{key}", []).append((starts[name], saved.get_tensor(key)))
+    return {key: torch.cat([part for _, part in sorted(pieces, key=lambda p: p[0])]) for key, pieces in parts.items()}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_another_number_of_ranks_and_another_optimizer_hold_the_same(dtype, tmp_path):
+    common = (*RUN, "algo.num_steps=2", f"model.dtype={dtype}", "offload=none")
+    two = Case("two", config_of(*common, "launch.nproc=2"), tmp_path / "two")
+    launch_cases([two], nproc=2, log_dir=tmp_path / "logs2")
+    saved = checkpoint_of(two.directory, 2)
+    one = Case("one", config_of(*common), tmp_path / "one", saved, copy_only=True)
+    plain = Case("plain", config_of(*common, *PLAIN), tmp_path / "plain", saved, copy_only=True)
+    launch_cases([one, plain], nproc=1, log_dir=tmp_path / "logs1")
+    expected = whole_tensors(saved)
+    weights = {name: content for name, content in files(saved).items() if "weights" in name}
+    assert all(tensor.any() for key, tensor in expected.items() if "output_layer" in key)
+    for case in (one, plain):
+        copied = checkpoint_of(case.directory, 2)
+        found = whole_tensors(copied)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected), case.name
+        assert {name: content for name, content in files(copied).items() if "weights" in name} == weights
+        assert folder.read(copied).optimizer_steps == folder.read(saved).optimizer_steps == {"actor": 34, "critic": 8}
+
+
+def test_a_run_that_is_killed_while_saving_goes_on(tmp_path):
+    """SIGKILL at the first sight of an unfinished checkpoint, twice, then the same command to its end."""
+    unbroken = torpor(tmp_path / "unbroken", *RUN, "hydra.run.dir=run")
+    assert unbroken.code == 0, unbroken.stderr
+    directory = tmp_path / "broken"
+    command = (*RUN, "checkpoint.keep_last=2", "hydra.run.dir=run")
+    for step in (1, 2):
+        process = start(directory, *command)
+        saving = directory / "run" / "checkpoints" / f"step_{step}.tmp"
+        while process.poll() is None and not saving.exists():
+            time.sleep(0.0005)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        assert not (directory / "run" / "result.json").exists()
+        assert not checkpoint_of(directory / "run", step + 1).exists()
+    done = torpor(directory, *command)
+    assert done.code == 0, done.stderr
+    assert "goes on from" in done.stdout
+    assert lasting_metrics(directory / "run") == lasting_metrics(tmp_path / "unbroken" / "run")
+    for step in (2, 3):
+        assert files(checkpoint_of(directory / "run", step)) == files(checkpoint_of(tmp_path / "unbroken/run", step))
+    names = {path.name for path in (directory / "run" / "checkpoints").iterdir()}
+    assert names == {"latest", "step_2", "step_3"}
+    assert folder.latest(directory / "run") == checkpoint_of(directory / "run", 3)
+    memory = [json.loads(line) for line in (directory / "run" / "memory.jsonl").read_text().splitlines()]
+    steps = [record["step"] for record in memory]
+    assert steps == sorted(steps)
+    for phase in ("rollout", "train_actor"):
+        ended = [r["step"] for r in memory if r["phase"] == phase and "rss_bytes" in r]
+        assert ended == sorted(set(ended)), phase

@@ -1,0 +1,224 @@
+"""Checkpoint folders, complete or absent, and where a run goes on from. Knows files and configs, no tensors.
+
+    <run directory>/checkpoints/
+        latest                    name of the checkpoint to go on from; replaced last
+        step_<n>/manifest.json    where the run stood, its config, the size of every other file
+        step_<n>/*.safetensors    see :mod:`trainer.checkpoint.state`
+        step_<n>.tmp/             being written, or left by a killed run: the next start removes it
+
+Everything is on disk (fsync) before ``latest`` names it, and older checkpoints are removed after that, so a run may be
+killed at any moment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config import Config, to_plain
+
+FOLDER = "checkpoints"
+_LATEST, _MANIFEST, _TEMPORARY = "latest", "manifest.json", ".tmp"
+_HARMLESS_MODEL_KEYS = {"init_std"}  # used before the first step only
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Where a run stands after PPO step ``step``, roles left out.
+
+    Attributes:
+        kl_coef: of the next step.
+        schedule_steps: role -> optimizer steps that its learning-rate schedule has counted (skipped ones too).
+        optimizer_steps: role -> the count in Adam's bias correction (skipped ones not).
+        record: the step's record of metrics.jsonl.
+        config: every resolved setting of the run that saved.
+        file_bytes: name -> size of every other file in the folder.
+    """
+
+    step: int
+    kl_coef: float
+    schedule_steps: Mapping[str, int]
+    optimizer_steps: Mapping[str, int]
+    record: Mapping[str, Any]
+    config: Mapping[str, Any]
+    file_bytes: Mapping[str, int]
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty folder to write the files of ``step`` into."""
+    remove_leftovers(folder)
+    temporary = folder / f"step_{step}{_TEMPORARY}"
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed saves left. Only when nobody is saving."""
+    for leftover in folder.glob(f"*{_TEMPORARY}"):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+
+def commit(temporary: Path, manifest: Manifest, *, keep_last: int) -> Path:
+    """Turn a folder of files that are on disk into a checkpoint, name it the latest, and keep the last few."""
+    folder, final = temporary.parent, temporary.with_suffix("")
+    _write_to_disk(temporary / _MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
+    sync(temporary)
+    if final.exists():  # of a later life of the run that went on from an earlier checkpoint: never the latest
+        shutil.rmtree(final)
+    os.replace(temporary, final)
+    sync(folder)
+    _write_to_disk(folder / f"{_LATEST}{_TEMPORARY}", final.name + "\n")
+    os.replace(folder / f"{_LATEST}{_TEMPORARY}", folder / _LATEST)
+    sync(folder)
+    past = [path for path in _steps(folder) if _step_of(path) <= manifest.step]
+    for old in past[:-keep_last]:
+        shutil.rmtree(old)
+    return final
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a folder's list of names is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def latest(run_directory: Path) -> Path | None:
+    """The checkpoint that ``latest`` names; None if the run has saved none."""
+    pointer = run_directory / FOLDER / _LATEST
+    return pointer.parent / pointer.read_text().strip() if pointer.exists() else None
+
+
+def read(checkpoint: Path) -> Manifest:
+    """The manifest of a whole checkpoint.
+
+    Raises:
+        ValueError: a file is missing or has another size than it was saved with; names the file and the newest earlier
+            checkpoint beside it that is whole.
+    """
+    fault = _fault_in(checkpoint)
+    if fault is None:
+        return Manifest(**json.loads((checkpoint / _MANIFEST).read_text()))
+    whole = [path for path in _steps(checkpoint.parent) if path != checkpoint and _fault_in(path) is None]
+    earlier = [path for path in whole if _step_of(path) < _step_of(checkpoint)]
+    advice = f"the previous whole checkpoint is resume={earlier[-1]}" if earlier else "no whole one is older"
+    raise ValueError(f"the checkpoint {checkpoint} cannot be used: {fault}; {advice}")
+
+
+def starting_point(config: Config, run_directory: Path) -> Path | None:
+    """The checkpoint from which ``resume`` lets the job in ``run_directory`` go on; None if it starts anew.
+
+    A run directory given to ``resume`` means its latest checkpoint. A job that has saved checkpoints of its own goes on
+    from its latest, so the same command can be repeated, unless ``resume`` names one of them.
+
+    Raises:
+        ValueError: there is no checkpoint, it is damaged, or it is of another model or tokenizer.
+    """
+    remove_leftovers(run_directory / FOLDER)
+    own = latest(run_directory)
+    if config.resume is None:
+        if own is not None:
+            raise ValueError(
+                f"{run_directory} holds checkpoints and resume=null starts over: go on from them with resume=auto, or "
+                "choose another hydra.run.dir (in a sweep hydra.sweep.dir)"
+            )
+        return None
+    checkpoint = own
+    if config.resume != "auto" and (own is None or Path(config.resume).resolve().parent == own.resolve().parent):
+        checkpoint = _named(Path(config.resume))
+    if checkpoint is not None:
+        _check(config, read(checkpoint), checkpoint)
+    return checkpoint
+
+
+def is_inside(resume: str | None, run_directory: Path) -> bool:
+    """Whether ``resume`` names nothing outside of the run's own directory."""
+    return resume in (None, "auto") or Path(resume).resolve().is_relative_to(run_directory.resolve())
+
+
+def differences(saved: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (saved, given) of every setting that is not equal."""
+    found = {}
+    for key in dict.fromkeys([*saved, *given]):
+        left, right = saved.get(key), given.get(key)
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            found |= differences(left, right, f"{prefix}{key}.")
+        elif left != right:
+            found[f"{prefix}{key}"] = (left, right)
+    return found
+
+
+def _named(path: Path) -> Path:
+    """The checkpoint that a path given by the user means."""
+    if (path / FOLDER).is_dir():
+        found = latest(path)
+        if found is not None:
+            return found
+    elif path.parent.name == FOLDER and path.is_dir():
+        return path
+    raise ValueError(
+        f"resume={path}: no checkpoint there. Give a run directory with {FOLDER}/{_LATEST}, or one of its "
+        f"{FOLDER}/step_<n>; a run saves checkpoints with checkpoint.every_steps=<number>"
+    )
+
+
+def _check(config: Config, manifest: Manifest, checkpoint: Path) -> None:
+    """Raise ValueError where the saved weights would mean something else under this config."""
+    decisive = tuple(f"roles.{role}.model." for role in config.roles) + ("tokenizer.",)
+    reason = ""
+    if config.tokenizer.path is None:
+        decisive += ("task.",)
+        reason = " (the tokenizer is trained on the task, so another task or seed gives tokens another meaning)"
+    found = [
+        f"{key}={given} where {saved} was saved"
+        for key, (saved, given) in differences(manifest.config, to_plain(config)).items()
+        if f"{key}.".startswith(decisive) and key.rpartition(".")[2] not in _HARMLESS_MODEL_KEYS
+    ]
+    if found:
+        raise ValueError(f"the checkpoint {checkpoint} does not fit this config: {'; '.join(found)}{reason}")
+    wanted = config.algo.num_steps
+    if manifest.step > wanted or (manifest.step == wanted and "heldout_accuracy" not in manifest.record):
+        raise ValueError(
+            f"algo.num_steps={wanted}, but the checkpoint {checkpoint} is already after step {manifest.step}: "
+            f"use algo.num_steps={manifest.step + 1} or more"
+        )
+
+
+def _fault_in(checkpoint: Path) -> str | None:
+    """What is wrong with the files of a checkpoint; None if all are there in full length."""
+    try:
+        manifest = Manifest(**json.loads((checkpoint / _MANIFEST).read_text()))
+    except OSError:
+        return f"{_MANIFEST} is missing"
+    except (ValueError, TypeError):
+        return f"{_MANIFEST} is damaged"
+    for name, size_bytes in manifest.file_bytes.items():
+        path = checkpoint / name
+        if not path.exists():
+            return f"{name} is missing"
+        if path.stat().st_size != size_bytes:
+            return f"{name} has {path.stat().st_size} bytes instead of {size_bytes}"
+    return None
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Checkpoints in ``folder``, lowest step first."""
+    return sorted((path for path in folder.glob("step_*") if path.suffix != _TEMPORARY), key=_step_of)
+
+
+def _step_of(checkpoint: Path) -> int:
+    number = checkpoint.name.removeprefix("step_")
+    return int(number) if number.isdigit() else -1
+
+
+def _write_to_disk(path: Path, text: str) -> None:
+    path.write_text(text)
+    sync(path)

@@ -1,0 +1,191 @@
+"""What a checkpoint holds, and how roles are saved and restored.
+
+    <role>_weights.safetensors           every tensor a forward pass reads, as the last step left it
+    <role>_weights_<tag>.safetensors     further tags of the weights backuper (the reference model)
+    <role>_optimizer_<rank>.safetensors  ``main/``, ``exp_avg/``, ``exp_avg_sq/`` + parameter name: this rank's share of
+                                         the flattened parameter; the header says where in it the share starts
+
+Random draws are keyed by (seed, purpose, step, rank), so no generator state is kept. Shares are found by parameter name
+and position, so a checkpoint can be loaded with another number of ranks, with or without the distributed optimizer, and
+under any memory policy. Simplifies megatron-core's dist_checkpointing: one file per rank, no tensor or pipeline
+parallelism, saving blocks the run, and one role at a time passes through host memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import distributed
+
+from trainer import optimizer as optimizers
+from trainer.checkpoint import folder
+from trainer.checkpoint.folder import Manifest
+from trainer.config import Config, to_plain
+from trainer.models.build import named_tensors
+from trainer.optimizer import Share
+from trainer.role import Role
+
+Roles = Mapping[str, Role]
+
+
+class Checkpoints:
+    """Saves the checkpoints of one run and restores the one that it goes on from. Every method is collective.
+
+    Args:
+        run_directory: checkpoints are saved in it.
+        resume_from: a checkpoint of this or another run, or None to start anew.
+        note: takes a line for the user when a save failed; the run goes on, since the checkpoint before is whole.
+    """
+
+    def __init__(
+        self, config: Config, run_directory: Path, *, resume_from: Path | None, note: Callable[[str], None]
+    ) -> None:
+        self._config, self._folder = config, run_directory / folder.FOLDER
+        self._resume_from, self._note = resume_from, note
+
+    def is_due(self, step: int) -> bool:
+        """Whether ``step`` ends with a checkpoint: every so many steps, and at the last one."""
+        every = self._config.checkpoint.every_steps
+        return every is not None and (step % every == 0 or step == self._config.algo.num_steps)
+
+    def save(
+        self, roles: Roles, *, step: int, kl_coef: float, schedule_steps: Mapping[str, int], record: Mapping[str, Any]
+    ) -> None:
+        """Save the roles, asleep or awake (they are asleep afterwards), unless the disk refuses."""
+        try:
+            temporary = _on_rank_0(lambda: folder.begin(self._folder, step))
+            optimizer_steps, file_bytes = {}, {}
+            for name, role in roles.items():
+                with role.awake():
+                    optimizer_steps[name] = _maximum(optimizers.step_count(role.optimizer))
+                    for written in _on_every_rank(lambda role=role: _write(role, temporary)):
+                        file_bytes |= written
+            manifest = Manifest(
+                step=step,
+                kl_coef=kl_coef,
+                schedule_steps=schedule_steps,
+                optimizer_steps=optimizer_steps,
+                record=record,
+                config=to_plain(self._config),
+                file_bytes=file_bytes,
+            )
+            keep_last = self._config.checkpoint.keep_last
+            _on_rank_0(lambda: folder.commit(temporary, manifest, keep_last=keep_last))
+        except _SaveError as error:
+            self._note(f"no checkpoint of step {step}: {error}. The run goes on; the checkpoint before it is whole")
+            _remove_quietly(self._folder)
+
+    def restore(self, roles: Roles) -> Manifest | None:
+        """Give the roles what ``resume_from`` holds (they are asleep afterwards); None, and no change, without one."""
+        if self._resume_from is None:
+            return None
+        manifest = folder.read(self._resume_from)
+        for name, role in roles.items():
+            with role.awake():
+                _read(role, self._resume_from, optimizer_step=manifest.optimizer_steps[name])
+        return manifest
+
+
+def _write(role: Role, directory: Path) -> dict[str, int]:
+    """Write this rank's files of an awake role -> name and size of each, all on disk."""
+    rank = distributed.get_rank()
+    shares = list(optimizers.shares(role.optimizer, dict(named_tensors(role.chunks))))
+    tensors = {f"{kind}/{share.name}": tensor for share in shares for kind, tensor in share.tensors.items()}
+    starts = {"starts": json.dumps({share.name: share.start for share in shares})}
+    sizes = _save(directory / f"{role.name}_optimizer_{rank}.safetensors", tensors, starts)
+    if rank == 0:  # weights are the same on all ranks
+        sizes |= _save(directory / f"{role.name}_weights.safetensors", dict(named_tensors(role.chunks)), {})
+        for tag in _further_tags(role):
+            assert role.backuper is not None
+            sizes |= _save(directory / f"{role.name}_weights_{tag}.safetensors", role.backuper.get(tag), {})
+    return sizes
+
+
+def _further_tags(role: Role) -> list[str]:
+    return [tag for tag in role.backuper.backup_tags if tag != role.name] if role.backuper else []
+
+
+def _save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> dict[str, int]:
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
+    folder.sync(path)
+    return {path.name: path.stat().st_size}
+
+
+def _read(role: Role, checkpoint: Path, *, optimizer_step: int) -> None:
+    """Load an awake role: the weights first, whose loading makes fp32 main params of them, then the saved state."""
+    own = dict(named_tensors(role.chunks))
+    weights = load_file(checkpoint / f"{role.name}_weights.safetensors")
+    assert weights.keys() == own.keys(), f"{checkpoint} and the {role.name} differ in {weights.keys() ^ own.keys()}"
+    role.load_weights(weights)
+    files = sorted(checkpoint.glob(f"{role.name}_optimizer_*.safetensors"))
+    shares = list(optimizers.shares(role.optimizer, own))
+    filled = {share.name: 0 for share in shares}
+    for path in files:
+        with safe_open(path, "pt") as saved:
+            starts = json.loads(saved.metadata()["starts"])
+            for share in shares:
+                if share.name in starts:
+                    filled[share.name] += _fill(share, saved, saved_start=starts[share.name])
+    for share in shares:
+        wanted = share.tensors["main"].numel()
+        assert filled[share.name] == wanted, f"{share.name}: {filled[share.name]} of {wanted} elements in {checkpoint}"
+    optimizers.set_step_count(role.optimizer, optimizer_step)
+    prefix = f"{role.name}_weights_"
+    for path in sorted(checkpoint.glob(f"{prefix}*.safetensors")):
+        assert role.backuper is not None
+        role.backuper.put(path.stem.removeprefix(prefix), load_file(path))
+
+
+@torch.no_grad()
+def _fill(share: Share, saved: Any, *, saved_start: int) -> int:
+    """Copy what a file holds of the share into it -> how many elements of each tensor that was."""
+    size = saved.get_slice(f"main/{share.name}").get_shape()[0]
+    first = max(share.start, saved_start)
+    count = min(share.start + share.tensors["main"].numel(), saved_start + size) - first
+    if count <= 0:
+        return 0
+    for kind, tensor in share.tensors.items():
+        part = saved.get_slice(f"{kind}/{share.name}")[first - saved_start : first - saved_start + count]
+        tensor[first - share.start :][:count].copy_(part)
+    return count
+
+
+class _SaveError(Exception):
+    """A rank could not write; raised on all ranks alike."""
+
+
+def _on_every_rank(action: Callable[[], Any]) -> list[Any]:
+    """The results of all ranks. Raises _SaveError on every rank if the disk refused one of them."""
+    result = error = None
+    try:
+        result = action()
+    except (OSError, SafetensorError) as cause:
+        error = f"rank {distributed.get_rank()}: {cause}"
+    outcomes: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(outcomes, (result, error))
+    for _, failure in outcomes:
+        if failure is not None:
+            raise _SaveError(failure)
+    return [outcome for outcome, _ in outcomes]
+
+
+def _on_rank_0(action: Callable[[], Any]) -> Any:
+    return _on_every_rank(lambda: action() if distributed.get_rank() == 0 else None)[0]
+
+
+def _maximum(count: int) -> int:
+    """Over the ranks: an optimizer without parameters on its rank need not count."""
+    return max(_on_every_rank(lambda: count))
+
+
+def _remove_quietly(path: Path) -> None:
+    if distributed.get_rank() == 0:
+        with suppress(OSError):  # the next save or start removes them
+            folder.remove_leftovers(path)
