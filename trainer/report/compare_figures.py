@@ -27,7 +27,7 @@ from trainer.report.drawing import (
     step_axis,
 )
 from trainer.report.memory import OWNERS, Sample
-from trainer.report.units import byte_unit, format_bytes, time_unit
+from trainer.report.units import byte_unit, format_bytes
 
 _COLORS = (BLUE, ORANGE, GREEN, PURPLE, "#56B4E9", "#B8860B", "#332288", "#222222")
 _LINES, _MARKERS = ("-", (0, (5, 2)), (0, (1.5, 1.5))), "os^DvPX"
@@ -70,11 +70,11 @@ def _short(label: str) -> str:
 def _legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, min(4, len(labels), 120 // (6 + max(map(len, labels), default=1))))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, handlelength=3)
 
 
 def _draw_owners(groups: Sequence[Group]) -> Drawing | None:
-    merged = alike(groups, ledger)
+    merged = alike([group for group in groups if ledger(group)], ledger)
     bars = [
         (i, members[0], role)
         for i, members in enumerate(merged)
@@ -99,6 +99,7 @@ def _draw_owners(groups: Sequence[Group]) -> Drawing | None:
         axes.annotate(text, (total / size, row), va="center", fontsize=9)
     axes.set_yticks(rows, [f"{_short(joined_label(merged[i]))}  {role}" for i, _, role in bars])
     axes.set(xlabel=f"{unit} on the host while the role sleeps", xlim=(0, 1.35 * max(totals) / size))
+    axes.margins(y=0.5 / len(bars))
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     figure.legend(loc="outside lower center", ncols=len(OWNERS))
@@ -131,33 +132,41 @@ def _draw_phases(groups: Sequence[Group]) -> Drawing | None:
         return None
     figure = new_figure(height_inches=1.4 + 2.5 * len(rows) + 0.06 * len(shown))
     grid = figure.subplots(len(rows), 2, sharex="col", sharey="row", squeeze=False, width_ratios=(3, 2))
-    unit, seconds = time_unit(max(samples[-1].end_seconds for _, _, samples in shown))
     last_steps = [(i, _last_step(samples)) for i, _, samples in shown]
     names = max(([sample.phase for sample in samples] for _, samples in last_steps), key=len)
     for (whole, close), row in zip(grid, rows, strict=True):
         byte, size = byte_unit(max(row.bytes_of(s) or 0 for _, _, samples in shown for s in samples))
         for i, label, samples in shown:
-            look = _look(i) | {"marker": None, "linewidth": 1.2}
-            look["drawstyle"] = "steps-pre" if row.holds_for_phase else "default"
-            values = floats([row.bytes_of(sample) for sample in samples]) / size
-            whole.plot([s.end_seconds / seconds for s in samples], values, label=_short(label), **look)
+            largest = _largest_per_step(samples, row)
+            look = _look(i) | {"markersize": 4, "marker": _look(i)["marker"] if len(largest) <= 30 else None}
+            whole.plot(list(largest), floats(list(largest.values())) / size, label=_short(label), **look)
         for i, samples in last_steps:
             if [sample.phase for sample in samples] == names:
                 values = floats([row.bytes_of(sample) for sample in samples]) / size
                 drawstyle = "steps-mid" if row.holds_for_phase else "default"
                 close.plot(range(len(names)), values, markersize=4, drawstyle=drawstyle, **_look(i))
-        whole.set(title=row.title, ylabel=byte)
+        whole.set(title=f"{row.title}, largest of each step", ylabel=byte)
     grid[0, 1].set_title("Last step, phase by phase")
-    grid[-1, 0].set_xlabel(f"{unit} since the first phase ended")
+    step_axis(grid[-1, 0], label="PPO step (0: build and warm-up)")
     grid[-1, 1].set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
     _legend(figure, grid[0, 0])
-    caption = "Rank 0, at the end of every phase, of one run per group (the longest). Axes do not start at zero. "
-    caption += "Backed up: what sleeping regions keep while the phase works. Equal lines cover each other."
+    caption = (
+        "Rank 0 of one run per group (the longest), sampled as every phase ends. Backed up: what sleeping regions "
+    )
+    caption += "keep while the phase works. Axes need not start at zero; equal lines cover each other."
     return _drawing(figure, "phases", "Memory over time, by phase", caption)
 
 
 def _longest(group: Group) -> Run | None:
     return max((run for run in group.runs if run.samples), key=lambda run: len(run.samples), default=None)
+
+
+def _largest_per_step(samples: Sequence[Sample], row: _Row) -> dict[int, float | None]:
+    largest: dict[int, float | None] = {}
+    for sample in samples:
+        known = [x for x in (largest.get(sample.step), row.bytes_of(sample)) if x is not None]
+        largest[sample.step] = max(known, default=None)
+    return largest
 
 
 def _last_step(samples: Sequence[Sample]) -> list[Sample]:

@@ -31,7 +31,7 @@ h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin: 2rem 0 .3rem } p { col
 img { width: 100%; height: auto } .wide { overflow-x: auto } table { border-collapse: collapse; margin: 1.5rem 0 }
 caption { text-align: left; font-weight: 600; padding-bottom: .4rem } tr:nth-child(odd) td { background: #f6f6f6 }
 th, td { padding: .2rem .7rem; text-align: right; vertical-align: top; font-variant-numeric: tabular-nums }
-th { border-bottom: 1px solid #999 } .text { text-align: left; overflow-wrap: anywhere }
+th { border-bottom: 1px solid #999 } .text { text-align: left; overflow-wrap: break-word }
 """
 
 
