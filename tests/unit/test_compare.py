@@ -15,8 +15,8 @@ from matplotlib.image import imread
 
 from trainer import __main__ as command_line
 from trainer import jobs
-from trainer.report.compare import find_runs, group_runs, joined_label, read_runs
-from trainer.report.compare_figures import pareto_front
+from trainer.report.compare import find_runs, read_runs
+from trainer.report.compare_groups import group_runs, joined_label, pareto_front
 from trainer.report.compare_page import comparison_tables, csv_rows, write_comparison
 from trainer.report.memory import OWNERS, host_bytes_by_owner
 
@@ -208,19 +208,19 @@ def test_broken_runs_are_listed_and_the_rest_is_compared(sweep: Path):
     assert [runs[name].state for name in ("4", "5", "6", "10", "11")] == [
         "unfinished",
         "failed",
-        "unfinished",
+        "failed",
         "finished",
         "unfinished",
     ]
     assert runs["4"].note == "no result.json: cut off, or still running"
     assert runs["4"].rewards == {1: 0.375, 2: 0.75}
     assert runs["5"].note == "ValueError: no such file"
-    assert runs["6"].note.startswith("no config.json")
+    assert runs["6"].note == "no config.json: refused before its workers started"
     assert "metrics.jsonl cannot be read (JSONDecodeError" in runs["10"].note
     assert "memory.jsonl cannot be read (KeyError" in runs["10"].note
     assert re.search("config.json cannot be read .*result.json cannot be read", runs["11"].note)
     comparison = write_comparison([sweep], output=sweep)
-    assert comparison.facts[0] == "9 runs: 5 finished, 3 unfinished, 1 failed"
+    assert comparison.facts[0] == "9 runs: 5 finished, 2 unfinished, 2 failed"
     assert [row[0] for row in comparison.tables[-1].rows] == ["4", "5", "6", "10", "11"]
     assert len(csv_rows(list(runs.values()))) == 10
 

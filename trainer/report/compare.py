@@ -1,14 +1,13 @@
-"""Many run directories, read for comparison: what each ended with, what differs, which runs differ only in their seed.
+"""Many run directories, read for comparison: what was set, how it ended, what it measured.
 
 Broken and unfinished runs are read as far as they go. Simplification: memory and seconds are those of rank 0.
 """
 
 import json
-import math
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ import yaml
 from trainer.report.memory import Sample, host_bytes_by_owner, last_sleeps, median_seconds, timeline
 from trainer.report.progress import step_seconds
 from trainer.report.records import CONFIG_FILE, MEMORY_FILE, METRICS_FILE, RESULT_FILE, Record, read_records
-
-_SEEDS = ("seed", "task.seed")
+from trainer.report.units import leaves
 
 
 @dataclass(kw_only=True)
@@ -28,7 +26,7 @@ class Run:
 
     Attributes:
         name: the directory below what all compared runs share.
-        state: "finished" (it has its result), "failed" (a worker left a traceback) or "unfinished".
+        state: "finished" (it has its result), "failed" (refused, or a worker left a traceback) or "unfinished".
         note: why it is not finished, or what could not be read.
         settings: dotted key -> value of the resolved config; empty if the run stopped before it had one.
         choices: config group -> chosen option, from Hydra's own record.
@@ -70,29 +68,6 @@ class Run:
     @property
     def all_bytes(self) -> int | None:
         return sum(sum(owners.values()) for owners in self.host_bytes.values()) if self.host_bytes else None
-
-
-@dataclass(frozen=True)
-class Group:
-    """Runs that differ in nothing but their seed. ``settings``: what tells them from other groups, (name, value)."""
-
-    settings: Sequence[tuple[str, str]]
-    runs: Sequence[Run]
-
-    @property
-    def label(self) -> str:
-        """E.g. "memory=lean actor.optimizer.lr=0.001"."""
-        return joined_label([self])
-
-    def median(self, value: Callable[[Run], float | None]) -> float | None:
-        """Over the runs in which it is known."""
-        known = [x for run in self.runs if (x := value(run)) is not None]
-        return statistics.median(known) if known else None
-
-    def curves(self, value: Callable[[Run], Mapping[int, float]]) -> dict[int, list[float]]:
-        """step -> the values of all runs that measured it."""
-        steps = sorted({step for run in self.runs for step in value(run)})
-        return {step: [value(run)[step] for run in self.runs if step in value(run)] for step in steps}
 
 
 def find_runs(directory: Path) -> list[Path]:
@@ -152,6 +127,8 @@ def _read_run(directory: Path, *, name: str) -> Run:
     if run.state != "finished" and tracebacks:
         run.state = "failed"
         problems.insert(0, next(iter(tracebacks[0].read_text(errors="replace").splitlines()), ""))
+    elif not any((directory / name).exists() for name in (CONFIG_FILE, METRICS_FILE, RESULT_FILE)):
+        run.state, problems = "failed", [f"no {CONFIG_FILE}: refused before its workers started"]
     elif run.state != "finished" and not problems:
         problems.append(f"no {RESULT_FILE}: cut off, or still running")
     run.note = "; ".join(problems)
@@ -163,7 +140,7 @@ def _read_config(run: Run, directory: Path) -> None:
 
 
 def _read_result(run: Run, path: Path) -> None:
-    json.loads(path.read_text())["heldout_accuracy"]
+    json.loads(path.read_text())
     run.state = "finished"
 
 
@@ -189,85 +166,3 @@ def _read_memory(run: Run, memory: Sequence[Record]) -> None:
     seconds = {state: [median_seconds(memory, region=r, state=state) for r in regions] for state in ("asleep", "awake")}
     totals = {state: sum(x for x in values if x is not None) for state, values in seconds.items()}
     run.sleep_seconds, run.wake_seconds = (totals[state] if regions else None for state in ("asleep", "awake"))
-
-
-def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of nested mappings."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def differing(runs: Sequence[Run]) -> list[str]:
-    """Keys of the config that not all configured runs agree on, in the config's order."""
-    configured = [run for run in runs if run.settings]
-    keys = dict.fromkeys(key for run in configured for key in run.settings)
-    return [key for key in keys if len({repr(run.settings.get(key)) for run in configured}) > 1]
-
-
-def telling_keys(runs: Sequence[Run]) -> dict[str, str]:
-    """The few keys that tell the runs apart, seeds aside: group choices and command-line overrides that differ, then
-    whatever else differs and does not follow from those (a policy's flags do). With each the shortest end of it that
-    no other key has."""
-    configured = [run for run in runs if run.settings]
-    leaf_keys = [key for key in differing(runs) if key not in _SEEDS]
-    groups = dict.fromkeys(group for run in configured for group in run.choices)
-    chosen = [group for group in groups if all(group in run.choices for run in configured)]
-    named = {key for run in configured for key in run.overridden}
-    keys = [key for key in chosen if len({run.choices[key] for run in configured}) > 1]
-    keys += [key for key in leaf_keys if key in named]
-    for key in leaf_keys:
-        seen: dict[str, str] = {}
-        values = [(repr([run.value(known) for known in keys]), repr(run.settings.get(key))) for run in configured]
-        if any(seen.setdefault(known, value) != value for known, value in values):
-            keys.append(key)
-    known_keys = {key for run in configured for key in run.settings}
-    return {key: key if key in chosen else _shortest_end(key, known_keys) for key in keys}
-
-
-def _shortest_end(key: str, known_keys: Iterable[str]) -> str:
-    parts = key.split(".")
-    ends = [".".join(parts[start:]) for start in range(len(parts) - 1, 0, -1)]
-    return next((end for end in ends if sum(f".{other}".endswith(f".{end}") for other in known_keys) == 1), key)
-
-
-def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Runs with a config, those that differ only in the seed together, in the order of their first run."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        if run.settings:
-            groups.setdefault(repr([pair for pair in run.settings.items() if pair[0] not in _SEEDS]), []).append(run)
-    keys = telling_keys(runs)
-    told = [[(name, show(members[0].value(key))) for key, name in keys.items()] for members in groups.values()]
-    return [Group(settings, members) for settings, members in zip(told, groups.values(), strict=True)]
-
-
-def joined_label(groups: Sequence[Group]) -> str:
-    """One label for several groups: as a sweep would list their values if they are all combinations of them."""
-    values: dict[str, dict[str, None]] = {}
-    for group in groups:
-        for name, value in group.settings:
-            values.setdefault(name, {})[value] = None
-    if math.prod(map(len, values.values())) == len(groups):
-        return " ".join(f"{name}={','.join(options)}" for name, options in values.items()) or "all runs"
-    return " | ".join(group.label for group in groups)
-
-
-def ledger(group: Group) -> Any:
-    """Host bytes by role and owner, with which groups are alike whatever else differs."""
-    return [(dict(run.host_bytes), run.parameters) for run in group.runs if run.host_bytes][:1]
-
-
-def alike(groups: Sequence[Group], value: Callable[[Group], Any]) -> list[list[Group]]:
-    """Groups with equal values together, in the order of their first."""
-    found: dict[str, list[Group]] = {}
-    for group in groups:
-        found.setdefault(repr(value(group)), []).append(group)
-    return list(found.values())
-
-
-def show(value: Any) -> str:
-    """A config value as the command line writes it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

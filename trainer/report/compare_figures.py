@@ -1,6 +1,6 @@
 """The figures that compare runs, as PNG bytes: bytes by owner, memory by phase, seconds against bytes, learning.
 
-A group of runs (see :mod:`trainer.report.compare`) keeps its colour, line and marker in every figure.
+A group of runs (see :mod:`trainer.report.compare_groups`) keeps its colour, line and marker in every figure.
 """
 
 import io
@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from trainer.report.compare import Group, Run, alike, joined_label, ledger
+from trainer.report.compare import Run
+from trainer.report.compare_groups import Group, alike, joined_label, ledger, pareto_front
 from trainer.report.drawing import (
     BLUE,
     GREEN,
@@ -150,10 +151,8 @@ def _draw_phases(groups: Sequence[Group]) -> Drawing | None:
     step_axis(grid[-1, 0], label="PPO step (0: build and warm-up)")
     grid[-1, 1].set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
     _legend(figure, grid[0, 0])
-    caption = (
-        "Rank 0 of one run per group (the longest), sampled as every phase ends. Backed up: what sleeping regions "
-    )
-    caption += "keep while the phase works. Axes need not start at zero; equal lines cover each other."
+    caption = "Rank 0 of each group's longest run, sampled as every phase ends. Backed up: what sleeping regions keep "
+    caption += "while the phase works. Axes need not start at zero; equal lines cover each other."
     return _drawing(figure, "phases", "Memory over time, by phase", caption)
 
 
@@ -173,17 +172,6 @@ def _last_step(samples: Sequence[Sample]) -> list[Sample]:
     """The samples of the last step; a phase that comes twice in a row is one."""
     last = [sample for sample in samples if sample.step == samples[-1].step]
     return [s for i, s in enumerate(last) if i + 1 == len(last) or s.phase != last[i + 1].phase]
-
-
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points that no other point beats in one coordinate without losing in the other (less is better),
-    by their first coordinate."""
-
-    def beats(a: tuple[float, float], b: tuple[float, float]) -> bool:
-        return a != b and a[0] <= b[0] and a[1] <= b[1]
-
-    front = [i for i, point in enumerate(points) if not any(beats(other, point) for other in points)]
-    return sorted(front, key=lambda i: points[i])
 
 
 def _draw_seconds(groups: Sequence[Group]) -> Drawing | None:

@@ -8,21 +8,19 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from trainer.report.compare import (
+from trainer.report.compare import Run, read_runs
+from trainer.report.compare_groups import (
     Group,
-    Run,
     alike,
     differing,
     group_runs,
     joined_label,
     ledger,
-    read_runs,
-    show,
     telling_keys,
 )
 from trainer.report.memory import OWNERS
 from trainer.report.tables import UNKNOWN, Table, text
-from trainer.report.units import byte_unit
+from trainer.report.units import byte_unit, format_setting
 
 PAGE_FILE, MARKDOWN_FILE, CSV_FILE = "comparison.html", "comparison.md", "comparison.csv"
 _STYLE = """
@@ -147,7 +145,7 @@ def _settings_table(runs: Sequence[Run]) -> Table:
         by_value: dict[str, list[str]] = {}
         for run in runs:
             if run.settings:
-                by_value.setdefault(show(run.settings.get(key)), []).append(run.name)
+                by_value.setdefault(format_setting(run.settings.get(key)), []).append(run.name)
         rows.append((key, "; ".join(f"{value}: {', '.join(names)}" for value, names in by_value.items())))
     return Table(title="Settings that differ", columns=("setting", "value: runs"), rows=rows, text_columns=2)
 
