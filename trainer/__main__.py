@@ -98,7 +98,19 @@ def _show_sweep() -> bool:
     table = jobs.sweep_table(jobs.SweepDirectory.path)
     if table.rows:
         Console().print(table)
+        _compare(jobs.SweepDirectory.path)
     return bool(table.rows)
+
+
+def _compare(sweep: Path) -> None:
+    """Write the comparison of a sweep's jobs. Whatever goes wrong with it, the sweep's own end is what counts."""
+    try:
+        from trainer.report.compare_page import write_comparison
+
+        page = write_comparison([sweep], output=sweep).page
+        Console().print(f"comparison: {page}", soft_wrap=True)
+    except Exception as error:
+        print(f"the comparison could not be written: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def main() -> None:

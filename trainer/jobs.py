@@ -11,18 +11,16 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from hydra.experimental.callback import Callback
 
 from trainer.checkpoint import folder as checkpoints
 from trainer.config import Config, to_plain
 from trainer.report import MEMORY_FILE, METRICS_FILE, Table
+from trainer.report.compare import find_runs, read_overrides
+from trainer.report.records import CONFIG_FILE, RESULT_FILE
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-CONFIG_FILE = "config.json"
-RESULT_FILE = "result.json"
 
 
 class SweepDirectory(Callback):
@@ -90,8 +88,8 @@ def read_result(directory: Path) -> dict[str, Any] | None:
 
 def sweep_table(directory: Path) -> Table:
     """One row per job that was started under the sweep's directory, with the overrides that not all of them have."""
-    jobs = sorted((path.parent for path in directory.rglob(".hydra")), key=_natural)
-    overrides = {job: yaml.safe_load((job / ".hydra" / "overrides.yaml").read_text()) for job in jobs}
+    jobs = find_runs(directory)
+    overrides = {job: read_overrides(job) for job in jobs}
     shared = set.intersection(*map(set, overrides.values())) if len(jobs) > 1 else set()
     rows = []
     for job in jobs:
@@ -101,8 +99,3 @@ def sweep_table(directory: Path) -> Table:
         rows.append((str(job.relative_to(directory)), own, "failed" if result is None else "finished", accuracy))
     columns = ("job", "overrides", "state", "held-out accuracy")
     return Table(title=f"Sweep in {directory}", columns=columns, rows=rows, text_columns=3)
-
-
-def _natural(path: Path) -> tuple[int, str]:
-    """Job 10 comes after job 9."""
-    return (int(path.name) if path.name.isdigit() else -1, str(path))

@@ -113,6 +113,9 @@ def test_a_failing_job_does_not_stop_the_sweep_and_is_shown(pair):
         ("2", "failed"),
         ("3", "finished"),
     ]
+    page = jobs["0"].parent / "comparison.html"
+    assert f"comparison: {page}" in sweep.stdout
+    assert "4 runs: 2 failed, 2 finished" in page.read_text()
 
 
 def test_a_job_of_a_sweep_is_the_job_alone(pair):

@@ -26,6 +26,7 @@ from trainer.report import (
     read_records,
     write_report,
 )
+from trainer.report.memory import timeline
 from trainer.report.units import byte_unit, format_bytes, time_unit
 
 MIB = 2**20
@@ -294,10 +295,8 @@ def test_report_has_figures_by_relative_path_tables_and_config(run_directory: Pa
 
 
 def test_memory_figure_shows_what_slept_while_each_phase_worked(run_directory: Path) -> None:
-    from trainer.report.figures import _timeline
-
-    timeline = _timeline(read_records(run_directory / MEMORY_FILE))
-    shown = [(s.phase, s.end_seconds, s.released_bytes / MIB, s.backup_bytes / MIB) for s in timeline[:5]]
+    samples = timeline(read_records(run_directory / MEMORY_FILE))
+    shown = [(s.phase, s.end_seconds, s.released_bytes / MIB, s.backup_bytes / MIB) for s in samples[:5]]
     assert shown == [
         ("warm_up", 0, 0, 0),
         ("rollout", 3, 18, 14),

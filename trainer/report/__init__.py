@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: records, progress, tables, figures, loggers.
+"""What runs show and leave behind: records, progress, tables, figures, loggers, and the comparison of many.
 
 The report is made from the two record files, so it can be written again for a finished or broken-off run.
 Importing this package imports neither torch nor matplotlib: those wait until they are asked for.

@@ -1,11 +1,12 @@
 """The run report: report.md with the tables, memory.png and training.png beside it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.report.records import MEMORY_FILE, METRICS_FILE, Record, read_records
 from trainer.report.tables import final_tables, plan_table
+from trainer.report.units import format_setting, leaves
 
 REPORT_FILE = "report.md"
 TRAINING_FIGURE = "training.png"
@@ -40,15 +41,8 @@ def write_report(
         parts += ["## Memory", f"![Host, asleep and GPU memory over time]({MEMORY_FIGURE})"]
     tables = [*([plan_table(plan)] if plan else []), *final_tables(metrics, memory)]
     parts += [f"## {table.title}\n\n{table.markdown()}" for table in tables]
-    parts.append("\n".join(["## Config", "", "```", *_dotted(config), "```"]))
+    settings = [f"{key}={format_setting(value)}" for key, value in leaves(config)]
+    parts.append("\n".join(["## Config", "", "```", *settings, "```"]))
     path = directory / REPORT_FILE
     path.write_text("\n\n".join(part for part in parts if part) + "\n")
     return path
-
-
-def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}={'null' if value is None else value}"

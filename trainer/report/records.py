@@ -21,6 +21,8 @@ from typing import Any, Self
 
 Record = Mapping[str, Any]
 
+CONFIG_FILE = "config.json"
+RESULT_FILE = "result.json"
 METRICS_FILE = "metrics.jsonl"
 MEMORY_FILE = "memory.jsonl"
 

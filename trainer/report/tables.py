@@ -3,10 +3,12 @@
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 
 from rich import box
 from rich import table as rich_table
 
+from trainer.report.memory import last_sleeps, median_seconds
 from trainer.report.records import Record
 from trainer.report.units import byte_unit
 
@@ -33,7 +35,8 @@ class Table:
             # Headers and long notes wrap on a narrow terminal, cells do not.
             widest = max((len(row[index]) for row in (*self.rows, *self.totals)), default=0)
             justify = "left" if index < self.text_columns else "right"
-            table.add_column(column, justify=justify, min_width=min(widest, _WIDEST_UNWRAPPED))
+            narrowest = min(widest, _WIDEST_UNWRAPPED)
+            table.add_column(column, justify=justify, min_width=narrowest, overflow="fold")
         for row in self.rows:
             table.add_row(*row)
         table.add_section()
@@ -47,6 +50,19 @@ class Table:
         lines = [self.columns, rules, *self.rows, *bold]
         escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
         return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+    def html(self) -> str:
+        """A ``<table>`` with the title as its caption; class ``text`` marks the left-aligned cells."""
+
+        def line(tag: str, cells: Sequence[str]) -> str:
+            kinds = [' class="text"' if index < self.text_columns else "" for index in range(len(cells))]
+            return (
+                "<tr>" + "".join(f"<{tag}{k}>{escape(c)}</{tag}>" for k, c in zip(kinds, cells, strict=True)) + "</tr>"
+            )
+
+        body = [*(line("td", row) for row in self.rows), *(line("th", row) for row in self.totals)]
+        rows = "\n".join([line("th", self.columns), *body])
+        return f"<table>\n<caption>{escape(self.title)}</caption>\n{rows}\n</table>"
 
 
 def final_tables(metrics: Sequence[Record], memory: Sequence[Record]) -> list[Table]:
@@ -89,7 +105,7 @@ def sleep_table(memory: Sequence[Record], *, parameters: Record) -> Table:
         memory: the records of memory.jsonl.
         parameters: how many parameters of each role those bytes belong to, by role.
     """
-    last_sleep = {(r["role"], r["kind"]): r for r in memory if r.get("state") == "asleep"}
+    last_sleep = last_sleeps(memory)
     unit, size = byte_unit(max((r["released_bytes"] for r in last_sleep.values()), default=0))
 
     def amounts(regions: Iterable[Record], per: int | None) -> tuple[str, str, str]:
@@ -102,7 +118,7 @@ def sleep_table(memory: Sequence[Record], *, parameters: Record) -> Table:
         regions = [region for region in last_sleep.values() if region["role"] == role]
         count = parameters.get(role)
         for r in regions:
-            seconds = [_median_seconds(memory, region=r, state=state) for state in ("asleep", "awake")]
+            seconds = [text(median_seconds(memory, region=r, state=state), ".3f") for state in ("asleep", "awake")]
             rows.append((role, r["kind"], r["keeper"], _flag(r["flag"], short=True), *amounts([r], count), *seconds))
         totals.append((role, "all", "", "", *amounts(regions, count), "", ""))
     if len(totals) > 1:
@@ -143,8 +159,6 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else UNKNOWN
 
 
-def _median_seconds(memory: Iterable[Record], *, region: Record, state: str) -> str:
-    """The median, because the first sleep alone pays for pinning host memory."""
-    same = ("role", "kind")
-    times = [r["seconds"] for r in memory if r.get("state") == state and all(r[k] == region[k] for k in same)]
-    return f"{statistics.median(times):.3f}" if times else UNKNOWN
+def text(value: float | None, form: str) -> str:
+    """A number in a format such as ".2f", or UNKNOWN."""
+    return UNKNOWN if value is None else format(value, form)

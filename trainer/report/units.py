@@ -1,4 +1,7 @@
-"""Bytes and seconds for people."""
+"""Bytes, seconds and settings for people."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 _BYTE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _TIME_UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
@@ -20,3 +23,17 @@ def format_bytes(value_bytes: float) -> str:
     value = value_bytes / size
     digits = 0 if name == "B" or value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:.{digits}f} {name}"
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of nested mappings."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def format_setting(value: Any) -> str:
+    """A config value as the command line writes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
