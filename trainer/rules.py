@@ -253,8 +253,8 @@ def check_checkpoints(config: Config) -> None:
             if given[field] != architecture[field]:
                 raise ValueError(
                     f"{name}.{field}={given[field]}, but the checkpoint in {name}.path={model.path} has {field}="
-                    f"{architecture[field]}: leave it to the checkpoint (model=hf, or model@{name}=hf for one role), or "
-                    "choose a model with random weights (model=tiny)"
+                    f"{architecture[field]}: leave it to the checkpoint (model=hf, or model@{name}=hf for one role), "
+                    "or choose a model with random weights (model=tiny)"
                 )
         if model.max_length > architecture["max_length"]:
             raise ValueError(
