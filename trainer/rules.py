@@ -254,7 +254,7 @@ def check_checkpoints(config: Config) -> None:
                 raise ValueError(
                     f"{name}.{field}={given[field]}, but the checkpoint in {name}.path={model.path} has {field}="
                     f"{architecture[field]}: leave it to the checkpoint (model=hf, or model@{name}=hf for one role), "
-                    f"or give {_model_key(config, role, 'path')}=null for random weights"
+                    "or choose a model with random weights (model=tiny)"
                 )
         if model.max_length > architecture["max_length"]:
             raise ValueError(
