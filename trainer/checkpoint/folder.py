@@ -173,16 +173,16 @@ def _named(path: Path) -> Path:
 def _check(config: Config, manifest: Manifest, checkpoint: Path) -> None:
     """Raise ValueError where the saved weights would mean something else under this config."""
     decisive = tuple(f"roles.{role}.model." for role in config.roles) + ("tokenizer.",)
-    reason = ""
     if config.tokenizer.path is None:
         decisive += ("task.",)
-        reason = " (the tokenizer is trained on the task, so another task or seed gives tokens another meaning)"
     found = [
         f"{key}={given} where {saved} was saved"
         for key, (saved, given) in differences(manifest.config, to_plain(config)).items()
         if f"{key}.".startswith(decisive) and key.rpartition(".")[2] not in _HARMLESS_MODEL_KEYS
     ]
     if found:
+        on_task = any(problem.startswith("task.") for problem in found)
+        reason = " (the tokenizer is trained on the task: another task or seed gives tokens another meaning)" * on_task
         raise ValueError(f"the checkpoint {checkpoint} does not fit this config: {'; '.join(found)}{reason}")
     wanted = config.algo.num_steps
     if manifest.step > wanted or (manifest.step == wanted and "heldout_accuracy" not in manifest.record):
