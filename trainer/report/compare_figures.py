@@ -33,7 +33,7 @@ from trainer.report.units import byte_unit, format_bytes
 _COLORS = (BLUE, ORANGE, GREEN, PURPLE, "#56B4E9", "#B8860B", "#332288", "#222222")
 _LINES, _MARKERS = ("-", (0, (5, 2)), (0, (1.5, 1.5))), "os^DvPX"
 _OWNER_LOOKS = ((BLUE, ""), ("#56B4E9", ""), ("#E69F00", ""), ("#F5D9A0", "///"))
-_LONGEST_LABEL = 72
+_LONGEST_LABEL = 56
 
 
 class Drawing(NamedTuple):
@@ -64,8 +64,11 @@ def _look(index: int) -> dict:
     return {"color": _COLORS[index % len(_COLORS)], "linestyle": line, "marker": marker}
 
 
-def _short(label: str) -> str:
-    return label if len(label) <= _LONGEST_LABEL else f"{label[: _LONGEST_LABEL - 1]}…"
+def _short(groups: Sequence[Group]) -> str:
+    """The label; one too long for a figure is cut, behind the name of the first run, so that it stays unique."""
+    label = joined_label(groups)
+    cut = f"{groups[0].runs[0].name}: {label}"[: _LONGEST_LABEL - 1]
+    return label if len(label) <= _LONGEST_LABEL else f"{cut}…"
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
@@ -98,8 +101,8 @@ def _draw_owners(groups: Sequence[Group]) -> Drawing | None:
         per = group.median(lambda run, role=role: run.bytes_per_parameter(role))
         text = f" {format_bytes(total)}" + ("" if per is None else f" = {per:.1f} B/param")
         axes.annotate(text, (total / size, row), va="center", fontsize=9)
-    axes.set_yticks(rows, [f"{_short(joined_label(merged[i]))}  {role}" for i, _, role in bars])
-    axes.set(xlabel=f"{unit} on the host while the role sleeps", xlim=(0, 1.35 * max(totals) / size))
+    axes.set_yticks(rows, [f"{_short(merged[i])}  {role}" for i, _, role in bars])
+    axes.set(xlabel=f"{unit} on the host while the role sleeps", xlim=(0, 1.5 * max(totals) / size))
     axes.margins(y=0.5 / len(bars))
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -127,7 +130,7 @@ _ROWS = (
 
 
 def _draw_phases(groups: Sequence[Group]) -> Drawing | None:
-    shown = [(i, group.label, run.samples) for i, group in enumerate(groups) if (run := _longest(group)) is not None]
+    shown = [(i, _short([group]), run.samples) for i, group in enumerate(groups) if (run := _longest(group))]
     rows = [row for row in _ROWS if any(row.bytes_of(s) for _, _, samples in shown for s in samples)]
     if not rows:
         return None
@@ -140,7 +143,7 @@ def _draw_phases(groups: Sequence[Group]) -> Drawing | None:
         for i, label, samples in shown:
             largest = _largest_per_step(samples, row)
             look = _look(i) | {"markersize": 4, "marker": _look(i)["marker"] if len(largest) <= 30 else None}
-            whole.plot(list(largest), floats(list(largest.values())) / size, label=_short(label), **look)
+            whole.plot(list(largest), floats(list(largest.values())) / size, label=label, **look)
         for i, samples in last_steps:
             if [sample.phase for sample in samples] == names:
                 values = floats([row.bytes_of(sample) for sample in samples]) / size
@@ -199,7 +202,7 @@ def _draw_seconds(groups: Sequence[Group]) -> Drawing | None:
             if len(pairs) > 1:
                 axes.plot(*zip(*pairs, strict=True), markersize=4, alpha=0.45, **look)
             points.append((statistics.median(x for x, _ in pairs), statistics.median(y for _, y in pairs)))
-            axes.plot(*points[-1], markersize=8, label=_short(group.label), **look)
+            axes.plot(*points[-1], markersize=8, label=_short([group]), **look)
         front = [points[i] for i in pareto_front(points)]
         line = {"color": GREY, "linewidth": 1, "zorder": 1, "drawstyle": "steps-post"}
         axes.plot(*zip(*front, strict=True), **line)
@@ -232,7 +235,7 @@ def _draw_learning(groups: Sequence[Group]) -> Drawing | None:
             curve = members[0].curves(value)
             steps, means = list(curve), [sum(values) / len(values) for values in curve.values()]
             look = _look(groups.index(members[0])) | ({"marker": None} if len(steps) > 30 else {"markersize": 4})
-            axes.plot(steps, means, label=_short(joined_label(members)), **look)
+            axes.plot(steps, means, label=_short(members), **look)
             low, high = ([end(values) for values in curve.values()] for end in (min, max))
             axes.fill_between(steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
     reward.set(title="Reward", ylabel="mean per response")
