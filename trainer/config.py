@@ -198,8 +198,12 @@ class PlatformConfig(Section):
 
 @dataclass
 class LaunchConfig(Section):
+    """``host_memory_gib``, ``gpu_memory_gib``: what the node and each GPU have; null where that is not known."""
+
     nproc: int
     threads_per_worker: int
+    host_memory_gib: Optional[float]  # noqa: UP045
+    gpu_memory_gib: Optional[float]  # noqa: UP045
 
 
 @dataclass

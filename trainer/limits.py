@@ -73,6 +73,8 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "algo.kl.horizon": (1, None),
     "launch.nproc": (1, None),
     "launch.threads_per_worker": (1, None),
+    "launch.host_memory_gib": (0, None),
+    "launch.gpu_memory_gib": (0, None),
 }
 
 

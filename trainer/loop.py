@@ -32,7 +32,7 @@ from trainer.rollout.hf import HfEngine, Responses
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop works with; built by the worker, all of it on every rank."""
+    """What the loop works with; built by the worker, all of it on every rank, models asleep."""
 
     config: Config
     prompts: Prompts
@@ -55,8 +55,6 @@ class Outputs:
 def train(run: Run, outputs: Outputs) -> dict[str, Any]:
     """Run the whole job and return the last metrics record."""
     settings, phases = run.config.algo, run.phases
-    run.actor.sleep()
-    run.critic.sleep()
     warm_up(run, outputs)
     schedules = _schedules(run)
     record: dict[str, Any] = {

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.utils import get_class
-
 from trainer import platform
 from trainer.config import Config, to_plain
 from trainer.plan import make_plan
+from trainer.plan.footprint import footprint, plan_rows
+from trainer.rules import make_task
 
 if TYPE_CHECKING:
     from trainer.loop import Run as LoopRun
@@ -57,17 +57,9 @@ def run(job: Job) -> dict[str, Any]:
                 "platform": platform.describe(job.config),
                 "patches": ", ".join(line.partition(":")[0] for line in patch_lines),
             },
-            plan=plan_rows(job.config),
+            plan=plan_rows(footprint(job.config, vocab_size=parts.vocab_size)),
         )
     return result
-
-
-def plan_rows(config: Config) -> list[dict[str, Any]]:
-    """The plan as plain rows for tables."""
-    return [
-        {"role": row.role, "kind": row.kind, "keeper": row.keeper, "flag": row.flag, "note": row.note}
-        for row in make_plan(config).rows
-    ]
 
 
 def _discard(record: dict[str, Any]) -> None:
@@ -75,7 +67,7 @@ def _discard(record: dict[str, Any]) -> None:
 
 
 def build(config: Config, phases: Phases) -> LoopRun:
-    """Task, tokenizer, roles and engine of one run, all awake; the process groups must exist."""
+    """Task, tokenizer, roles and engine of one run, all asleep; the process groups must exist."""
     from trainer.data import Prompts
     from trainer.distributed import seed_for
     from trainer.loop import Run
@@ -84,13 +76,13 @@ def build(config: Config, phases: Phases) -> LoopRun:
     from trainer.rollout.hf import HfEngine
     from trainer.tokenizer import load_tokenizer
 
-    settings = dict(config.task)
-    task = get_class(settings.pop("_target_"))(**settings)
+    task = make_task(config)
     tokenizer = load_tokenizer(config.tokenizer.path, task=task, vocab_size=config.tokenizer.vocab_size)
     saver = make_saver(config)
     plan = make_plan(config)
-    roles = {
-        name: Role(
+    roles = {}
+    for name in ("actor", "critic"):
+        roles[name] = Role(
             name,
             config,
             plan=plan,
@@ -100,11 +92,11 @@ def build(config: Config, phases: Phases) -> LoopRun:
             observer=phases.observe,
             pinned=config.platform.name == "cuda" and config.offload.train,
         )
-        for name in ("actor", "critic")
-    }
+        roles[name].sleep()  # before the next one is built, so that one at a time has to fit
     engine = HfEngine(
         roles["actor"].config.model, config.rollout, tokenizer=tokenizer, saver=saver, observer=phases.observe
     )
+    engine.sleep()
     return Run(
         config=config,
         prompts=Prompts(config, task=task, tokenizer=tokenizer),
