@@ -55,6 +55,16 @@ def test_a_sweep_prints_one_table_and_says_what_fits(tmp_path):
     assert done.stderr == ""
 
 
+def test_refused_configs_name_the_override_and_leave_the_others_in_the_table(tmp_path):
+    done = plan(tmp_path, "-m", "plan.vocab_size=0,320")
+    assert done.code == 1
+    assert done.stderr == (
+        "error: plan.vocab_size=0: must be at least 1, or null for the run's own tokenizer\n"
+    )
+    assert row(done, "plan.vocab_size=0") == ["-"] * 7
+    assert row(done, "plan.vocab_size=320")[:2] == ["16.00", "14.00"]
+
+
 def test_what_cannot_fit_is_refused_by_planner_and_trainer(tmp_path):
     limit = "launch.host_memory_gib=0.001"
     for done in (plan(tmp_path, limit), torpor(tmp_path / "run", *SHORT, limit)):

@@ -126,6 +126,8 @@ def plan_job(composed: DictConfig, *, overrides: Sequence[str], in_sweep: bool, 
     keys = list(Config.__dataclass_fields__)
     config = configuration.to_config(OmegaConf.masked_copy(composed, keys))
     vocab_size = composed.plan.vocab_size
+    if vocab_size is not None and vocab_size < 1:
+        raise ValueError(f"plan.vocab_size={vocab_size}: must be at least 1, or null for the run's own tokenizer")
     if vocab_size is None:
         vocab_size = vocab_size_of(
             config.tokenizer.path, task=make_task(config), vocab_size=config.tokenizer.vocab_size
