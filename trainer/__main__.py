@@ -24,8 +24,12 @@ from trainer.config import Config
 from trainer.hints import hint_for, hint_for_flags
 from trainer.launch import WorkerError, launch
 from trainer.launch_environment import worker_environment
+from trainer.plan.fit import check_fits
+from trainer.plan.footprint import footprint, plan_rows
 from trainer.report import MEMORY_FILE, METRICS_FILE, final_tables, plan_table, read_records
-from trainer.worker import Job, plan_rows, run
+from trainer.rules import make_task
+from trainer.tokenizer import vocab_size_of
+from trainer.worker import Job, run
 
 
 class JobError(RuntimeError):
@@ -35,6 +39,8 @@ class JobError(RuntimeError):
 def run_job(config: Config, directory: Path, console: Console) -> float | None:
     """Launch one validated job and return its objective, the held-out accuracy at the end."""
     _check_devices(config)
+    vocab_size = vocab_size_of(config.tokenizer.path, task=make_task(config), vocab_size=config.largest_vocab_size)
+    check_fits(config, vocab_size=vocab_size)
     earlier = jobs.finished(directory, config)
     if earlier is not None:
         console.print(f"finished already: {directory}", soft_wrap=True)
@@ -47,7 +53,8 @@ def run_job(config: Config, directory: Path, console: Console) -> float | None:
     )
     if checkpoint is not None:
         console.print(f"goes on from {checkpoint}", soft_wrap=True)
-    console.print(plan_table(plan_rows(config)))
+    plan = plan_rows(footprint(config, vocab_size=vocab_size))
+    console.print(plan_table(plan))
     environment = worker_environment(
         platform=config.platform.name,
         sleeps=config.offload.train,
@@ -55,7 +62,8 @@ def run_job(config: Config, directory: Path, console: Console) -> float | None:
     )
     job = Job(config, directory, resume_from=checkpoint)
     result = launch(run, job, nproc=config.launch.nproc, log_dir=directory / "logs", environment=environment)
-    for table in final_tables(read_records(directory / METRICS_FILE), read_records(directory / MEMORY_FILE)):
+    metrics, memory = read_records(directory / METRICS_FILE), read_records(directory / MEMORY_FILE)
+    for table in final_tables(metrics, memory, plan=plan):
         console.print(table)
     console.print(f"report: {directory / 'report.md'}", soft_wrap=True)
     jobs.write_result(directory, {"heldout_accuracy": result["heldout_accuracy"]})

@@ -230,8 +230,12 @@ class PlatformConfig(Section):
 
 @dataclass
 class LaunchConfig(Section):
+    """``host_memory_gib``, ``gpu_memory_gib``: what the node and each GPU have; null where that is not known."""
+
     nproc: int
     threads_per_worker: int
+    host_memory_gib: Optional[float]  # noqa: UP045
+    gpu_memory_gib: Optional[float]  # noqa: UP045
 
 
 @dataclass
@@ -276,6 +280,12 @@ class Config(Section):
     logger: LoggerConfig
     checkpoint: CheckpointConfig
     resume: Optional[str]  # noqa: UP045
+
+    @property
+    def largest_vocab_size(self) -> int:
+        """Entries that a tokenizer may have: those of the smallest embedding, where a checkpoint sets it."""
+        rows = [role.model.vocab_size for role in self.roles.values() if role.model.vocab_size is not None]
+        return min(rows, default=self.tokenizer.vocab_size)
 
     @property
     def critic_starts_from_actor(self) -> bool:

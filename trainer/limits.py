@@ -77,6 +77,8 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "checkpoint.keep_last": (1, None),
     "launch.nproc": (1, None),
     "launch.threads_per_worker": (1, None),
+    "launch.host_memory_gib": (0, None),
+    "launch.gpu_memory_gib": (0, None),
 }
 
 

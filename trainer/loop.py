@@ -33,7 +33,7 @@ from trainer.rollout.hf import HfEngine, Responses
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop works with; built by the worker, all of it on every rank."""
+    """What the loop works with; built by the worker, all of it on every rank, models asleep."""
 
     config: Config
     prompts: Prompts
@@ -60,8 +60,6 @@ class Outputs:
 def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None) -> dict[str, Any]:
     """Run the whole job, or what is left of it after a checkpoint, and return the last metrics record."""
     settings, phases = run.config.algo, run.phases
-    run.actor.sleep()
-    run.critic.sleep()
     resumed = checkpoints.restore(run.roles) if checkpoints else None
     if resumed is None:
         warm_up(run, outputs)

@@ -21,6 +21,7 @@ from trainer.tokenizer import check_vocab_size
 
 if TYPE_CHECKING:
     from trainer.config import Config
+    from trainer.tasks import Task
 
 ExplicitFlags = Collection[tuple[str, str]]
 
@@ -307,10 +308,15 @@ def check_lengths(config: Config) -> None:
             )
 
 
-def check_task(config: Config) -> None:
-    """Build the task (cheap, torch-free) and let it judge its own settings."""
+def make_task(config: Config) -> Task:
+    """The run's task (cheap, torch-free)."""
     settings = dict(config.task)
-    get_class(settings.pop("_target_"))(**settings).validate()
+    return get_class(settings.pop("_target_"))(**settings)
+
+
+def check_task(config: Config) -> None:
+    """Build the task and let it judge its own settings."""
+    make_task(config).validate()
 
 
 def check_tokenizer(config: Config) -> None:

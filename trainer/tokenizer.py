@@ -41,6 +41,13 @@ def load_tokenizer(path: str | None, *, task: Task, vocab_size: int) -> PreTrain
     return tokenizer
 
 
+def vocab_size_of(path: str | None, *, task: Task, vocab_size: int) -> int:
+    """``len(load_tokenizer(...))``, for a trained one without importing transformers."""
+    if path is None:
+        return _train_bpe(task.corpus(), vocab_size=vocab_size).get_vocab_size()
+    return len(load_tokenizer(path, task=task, vocab_size=vocab_size))
+
+
 def check_vocab_size(vocab_size: int) -> None:
     """Raise ``ValueError`` if a trained tokenizer's bytes and special tokens do not fit in ``vocab_size``."""
     if vocab_size < SMALLEST_VOCAB_SIZE:
@@ -50,9 +57,7 @@ def check_vocab_size(vocab_size: int) -> None:
         )
 
 
-def _train(corpus: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    from transformers import PreTrainedTokenizerFast
-
+def _train_bpe(corpus: Iterable[str], *, vocab_size: int) -> Tokenizer:
     check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -66,8 +71,14 @@ def _train(corpus: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer
+
+
+def _train(corpus: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=_train_bpe(corpus, vocab_size=vocab_size),
         pad_token=PAD,
         bos_token=BOS,
         eos_token=EOS,

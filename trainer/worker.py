@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.utils import get_class
-
 from trainer import platform
 from trainer.checkpoint import folder
 from trainer.config import Config, to_plain
 from trainer.plan import make_plan
+from trainer.plan.footprint import footprint, plan_rows
+from trainer.rules import make_task
 
 if TYPE_CHECKING:
     from trainer.loop import Run as LoopRun
@@ -68,17 +68,9 @@ def run(job: Job) -> dict[str, Any]:
                 "platform": platform.describe(job.config),
                 "patches": ", ".join(line.partition(":")[0] for line in patch_lines),
             },
-            plan=plan_rows(job.config),
+            plan=plan_rows(footprint(job.config, vocab_size=parts.vocab_size)),
         )
     return result
-
-
-def plan_rows(config: Config) -> list[dict[str, Any]]:
-    """The plan as plain rows for tables."""
-    return [
-        {"role": row.role, "kind": row.kind, "keeper": row.keeper, "flag": row.flag, "note": row.note}
-        for row in make_plan(config).rows
-    ]
 
 
 def export(parts: LoopRun, folder: Path | None) -> None:
@@ -106,7 +98,7 @@ def _discard(_: Any) -> None:
 
 
 def build(config: Config, phases: Phases) -> LoopRun:
-    """Task, tokenizer, roles and engine of one run, all awake; the process groups must exist."""
+    """Task, tokenizer, roles and engine of one run, all asleep; the process groups must exist."""
     from trainer.data import Prompts
     from trainer.distributed import seed_for
     from trainer.loop import Run
@@ -117,17 +109,15 @@ def build(config: Config, phases: Phases) -> LoopRun:
     from trainer.rollout.hf import HfEngine
     from trainer.tokenizer import load_tokenizer
 
-    settings = dict(config.task)
-    task = get_class(settings.pop("_target_"))(**settings)
-    rows = [role.model.vocab_size for role in config.roles.values() if role.model.vocab_size is not None]
-    tokenizer = load_tokenizer(
-        config.tokenizer.path, task=task, vocab_size=min(rows, default=config.tokenizer.vocab_size)
-    )
+    task = make_task(config)
+    tokenizer = load_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
     prompts = Prompts(config, task=task, tokenizer=tokenizer)
     saver = make_saver(config)
     plan = make_plan(config)
-    roles = {
-        name: Role(
+    paths = starting_points(config)
+    roles = {}
+    for name in ("actor", "critic"):
+        roles[name] = Role(
             name,
             config,
             plan=plan,
@@ -137,14 +127,14 @@ def build(config: Config, phases: Phases) -> LoopRun:
             observer=phases.observe,
             pinned=config.platform.name == "cuda" and config.offload.train,
         )
-        for name in ("actor", "critic")
-    }
-    for name, path in starting_points(config).items():
-        weights = from_hf(SafetensorsFolder(Path(path)), model=roles[name].config.model, value_head=name == "critic")
-        roles[name].load_weights(weights)
+        if name in paths:
+            state = SafetensorsFolder(Path(paths[name]))
+            roles[name].load_weights(from_hf(state, model=roles[name].config.model, value_head=name == "critic"))
+        roles[name].sleep()  # before the next one is built, so that one at a time has to fit
     engine = HfEngine(
         roles["actor"].config.model, config.rollout, tokenizer=tokenizer, saver=saver, observer=phases.observe
     )
+    engine.sleep()
     return Run(
         config=config,
         prompts=prompts,

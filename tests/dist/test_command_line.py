@@ -148,16 +148,24 @@ def test_a_sweep_again_skips_what_has_finished_and_overwrites_nothing(pair):
 
 
 def test_a_worker_exception_is_shown_once(tmp_path):
-    """The second line of the file is bad, which only the worker reads."""
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\nnonsense\n')
-    done = torpor(tmp_path, *SHORT, "task=jsonl", "task.path=bad.jsonl")
+    """Prompts are encoded by the workers only."""
+    done = torpor(tmp_path, *SHORT, "rollout.max_prompt_tokens=1")
     assert done.code == 1
-    assert (done.stdout + done.stderr).count("bad.jsonl, line 2: not JSON") == 1
-    assert "error: rank 0 of 1 failed (exit code 1): ValueError: bad.jsonl, line 2: not JSON" in done.stderr
+    assert (done.stdout + done.stderr).count("rollout.max_prompt_tokens=1") == 1
+    assert "error: rank 0 of 1 failed (exit code 1): ValueError: " in done.stderr
     assert "Traceback" not in done.stderr
     (job,) = done.jobs().values()
     assert not (job / "result.json").exists()
     assert "Traceback" in (job / "logs" / "rank_0.traceback").read_text()
+
+
+def test_a_task_that_cannot_be_read_is_refused_before_workers_start(tmp_path):
+    """The second line of the file is bad; the parent reads it for the tokenizer, whose size the plan needs."""
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\nnonsense\n')
+    done = torpor(tmp_path, *SHORT, "task=jsonl", "task.path=bad.jsonl")
+    assert done.code == 1
+    assert done.stderr.startswith("error: bad.jsonl, line 2: not JSON")
+    assert not [job for job in done.jobs().values() if (job / "logs").exists()]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,15 @@ LAYERS = [
     ["trainer.tokenizer", "trainer.limits", "trainer.hf_architecture"],
     ["trainer.rules"],
     ["trainer.config"],
-    ["trainer.plan", "trainer.hints", "trainer.checkpoint", "trainer.checkpoint.folder"],
+    [
+        "trainer.plan",
+        "trainer.plan.layout",
+        "trainer.plan.footprint",
+        "trainer.plan.fit",
+        "trainer.hints",
+        "trainer.checkpoint",
+        "trainer.checkpoint.folder",
+    ],
     ["trainer.platform", "trainer.distributed", "trainer.phases", "trainer.memory", "trainer.backup"],
     ["trainer.models"],
     ["trainer.optimizer", "trainer.rollout"],
@@ -26,7 +34,7 @@ LAYERS = [
     ["trainer.report"],
     ["trainer.loop"],
     ["trainer.worker", "trainer.launch", "trainer.jobs"],
-    ["trainer.__main__", "trainer.bench"],
+    ["trainer.__main__", "trainer.plan.__main__", "trainer.bench"],
 ]
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODULES = {
@@ -95,9 +103,11 @@ def test_algo_is_pure_tensor_functions():
 
 
 def test_who_imports_what():
-    mains = {"trainer.__main__"} | {module for module in MODULES if module.startswith("trainer.bench.")}
+    mains = {"trainer.__main__", "trainer.plan.__main__"} | {
+        module for module in MODULES if module.startswith("trainer.bench.")
+    }
     assert importers_of("omegaconf") - mains == {"trainer.config"}
-    assert importers_of("hydra") - mains <= {"trainer.config", "trainer.rules", "trainer.worker", "trainer.jobs"}
+    assert importers_of("hydra") - mains <= {"trainer.config", "trainer.rules", "trainer.jobs"}
     allowed = {"trainer.launch_environment"}
     users = {
         m
@@ -131,10 +141,12 @@ def test_the_environment_is_written_in_one_place():
 
 def test_the_parent_neither_imports_megatron_nor_touches_a_device():
     program = (
-        "import sys, trainer.__main__, torch\n"
+        "import sys, trainer.__main__, trainer.plan.__main__, torch\n"
         "from tests.composing import config_of\n"
-        "from trainer.plan import make_plan\n"
-        "make_plan(config_of())\n"
+        "from trainer.plan.fit import check_fits\n"
+        "from trainer.rules import make_task\n"
+        "from trainer.tokenizer import vocab_size_of\n"
+        "check_fits(config_of(), vocab_size=vocab_size_of(None, task=make_task(config_of()), vocab_size=320))\n"
         "print([name for name in ('megatron', 'transformers', 'matplotlib') if name in sys.modules], "
         "torch.cuda.is_initialized())"
     )

@@ -248,21 +248,43 @@ def test_a_run_that_broke_off_early_gets_the_tables_it_has_numbers_for() -> None
 
 def test_plan_table_says_not_applicable_and_reads_the_same_in_rich_and_markdown() -> None:
     rows = [
-        {"role": "actor", "kind": "param", "keeper": "backuper", "flag": True, "note": "a|b"},
-        {"role": "critic", "kind": "optim", "keeper": "saver", "flag": None, "note": ""},
+        plan_row("actor", "param", "backuper", True, "a|b", 2 * MIB, MIB),
+        plan_row("critic", "optim", "saver", None, "", 12 * MIB, 12 * MIB),
     ]
     table = plan_table(rows)
     console = Console(file=io.StringIO(), width=120, _environ={})
     console.print(table)
     shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert table.title == "Who keeps what while it sleeps: MiB per rank (flag: disable_*_buffers_cpu_backup)"
     for row in table.rows:
         assert any(all(cell in line for cell in row) for line in shown.splitlines())
     assert table.markdown().splitlines() == [
-        "| role | buffer | keeper | flag | note |",
-        "| :--- | :--- | :--- | :--- | :--- |",
-        "| actor | param | backuper | set | a\\|b |",
-        "| critic | optim | saver | not applicable |  |",
+        "| role | buffer | keeper | flag | note | freed | on host |",
+        "| :--- | :--- | :--- | :--- | :--- | ---: | ---: |",
+        "| actor | param | backuper | set | a\\|b | 2.00 | 1.00 |",
+        "| critic | optim | saver | n/a |  | 12.00 | 12.00 |",
+        "| **all** | **all** |  |  |  | **14.00** | **13.00** |",
     ]
+
+
+def plan_row(role: str, kind: str, keeper: str, flag: bool | None, note: str, released: int, backup: int) -> dict:
+    keys = ("role", "kind", "keeper", "flag", "note", "released_bytes", "backup_bytes")
+    return dict(zip(keys, (role, kind, keeper, flag, note, released, backup), strict=True))
+
+
+def test_the_prediction_stands_beside_what_was_measured(run_directory: Path) -> None:
+    memory = read_records(run_directory / MEMORY_FILE)
+    plan = [
+        plan_row("actor", "param", "backuper", True, "", 2 * MIB, 2 * MIB),
+        plan_row("actor", "grad", "none", True, "", 5 * MIB, 0),
+        plan_row("actor", "rest", "saver", None, "", 32, 32),  # never slept: not shown
+    ]
+    (table,) = [t for t in final_tables([], memory, plan=plan) if t.title.startswith("Predicted")]
+    assert table.rows == [
+        ("actor", "param", "2.00", "2.00", "+0.0%", "2.00", "2.00", "+0.0%"),
+        ("actor", "grad", "5.00", "4.00", "-20.0%", "0.00", "0.00", "-"),
+    ]
+    assert table.totals == [("all", "all", "7.00", "6.00", "-14.3%", "2.00", "2.00", "+0.0%")]
 
 
 def test_markdown_aligns_numbers_right_and_sets_totals_bold() -> None:
@@ -275,7 +297,7 @@ def write_and_read_report(directory: Path) -> str:
         directory,
         config={"seed": 1, "roles": {"critic": {"path": None}}},
         summary={"platform": "cpu (stand-in for CUDA)"},
-        plan=[{"role": "actor", "kind": "grad", "keeper": "none", "flag": True, "note": "zeroed before use"}],
+        plan=[plan_row("actor", "grad", "none", True, "zeroed before use", 4 * MIB, 0)],
     ).read_text()
 
 
@@ -288,7 +310,7 @@ def test_report_has_figures_by_relative_path_tables_and_config(run_directory: Pa
         assert min(pixels.shape[:2]) > 600
         assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 50  # not blank
     assert "| **critic** | **all** |  |  | **18.00** | **14.00** | **14.00** |" in report
-    assert "| actor | grad | none | set | zeroed before use |" in report
+    assert "| actor | grad | none | set | zeroed before use | 4.00 | 0.00 |" in report
     assert "seed=1\nroles.critic.path=null\n" in report
     assert str(run_directory) not in report
     assert write_and_read_report(run_directory) == report  # may be written again

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from trainer.tasks.arithmetic import ArithmeticTask
-from trainer.tokenizer import BOS, EOS, PAD, SMALLEST_VOCAB_SIZE, check_vocab_size, load_tokenizer
+from trainer.tokenizer import BOS, EOS, PAD, SMALLEST_VOCAB_SIZE, check_vocab_size, load_tokenizer, vocab_size_of
 
 SETTINGS = {
     "max_operand": 9,
@@ -75,6 +75,14 @@ def test_same_corpus_same_bytes_in_another_process():
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         outputs.add(done.stdout.strip())
     assert len(outputs) == 1
+
+
+def test_the_vocabulary_is_known_without_a_model(tmp_path):
+    trained = load_tokenizer(None, task=TASK, vocab_size=320)
+    trained.add_tokens(["<tool>"])
+    trained.save_pretrained(tmp_path)
+    assert vocab_size_of(None, task=TASK, vocab_size=320) == len(trained) - 1
+    assert vocab_size_of(str(tmp_path), task=TASK, vocab_size=400) == len(trained)
 
 
 def test_saved_folder_and_pickle_are_the_same_tokenizer(tmp_path):

@@ -39,7 +39,7 @@ def write_report(
         parts += ["## Training", f"![Reward, held-out accuracy, KL, value loss, entropy]({TRAINING_FIGURE})"]
     if figures.draw_memory(memory, directory / MEMORY_FIGURE):
         parts += ["## Memory", f"![Host, asleep and GPU memory over time]({MEMORY_FIGURE})"]
-    tables = [*([plan_table(plan)] if plan else []), *final_tables(metrics, memory)]
+    tables = [*([plan_table(plan)] if plan else []), *final_tables(metrics, memory, plan=plan)]
     parts += [f"## {table.title}\n\n{table.markdown()}" for table in tables]
     settings = [f"{key}={format_setting(value)}" for key, value in leaves(config)]
     parts.append("\n".join(["## Config", "", "```", *settings, "```"]))

@@ -14,6 +14,7 @@ from trainer.report.units import byte_unit
 
 UNKNOWN = "-"
 _WIDEST_UNWRAPPED = 14
+_SIZES = ("released_bytes", "backup_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,25 +66,68 @@ class Table:
         return f"<table>\n<caption>{escape(self.title)}</caption>\n{rows}\n</table>"
 
 
-def final_tables(metrics: Sequence[Record], memory: Sequence[Record]) -> list[Table]:
-    """Held-out accuracy, memory while asleep and seconds per phase; a table without rows is left out."""
+def final_tables(metrics: Sequence[Record], memory: Sequence[Record], *, plan: Sequence[Record] = ()) -> list[Table]:
+    """Held-out accuracy, memory while asleep, what ``plan`` predicted of it, and seconds per phase; a table without
+    rows is left out."""
     parameters = {
         key.removeprefix("parameters/"): value
         for record in metrics
         for key, value in record.items()
         if key.startswith("parameters/")
     }
-    tables = (accuracy_table(metrics), sleep_table(memory, parameters=parameters), phase_table(metrics))
+    tables = (
+        accuracy_table(metrics),
+        sleep_table(memory, parameters=parameters),
+        prediction_table(memory, plan=plan),
+        phase_table(metrics),
+    )
     return [table for table in tables if table.rows]
 
 
-def plan_table(rows: Iterable[Record]) -> Table:
-    """The plan, known before the launch: one {role, kind, keeper, flag, note} per role and buffer kind."""
+def plan_table(rows: Sequence[Record]) -> Table:
+    """The plan, known before the launch: per role and buffer kind (or weights tag) one {role, kind, keeper, flag, note,
+    released_bytes, backup_bytes}."""
+    unit, size = byte_unit(max((max(row[key] for key in _SIZES) for row in rows), default=0))
+    total = [f"{sum(row[key] for row in rows) / size:.2f}" for key in _SIZES]
     return Table(
-        title="Who keeps what while it sleeps (flag: disable_*_buffers_cpu_backup)",
-        columns=("role", "buffer", "keeper", "flag", "note"),
-        rows=[(row["role"], row["kind"], row["keeper"], _flag(row["flag"]), row["note"]) for row in rows],
+        title=f"Who keeps what while it sleeps: {unit} per rank (flag: disable_*_buffers_cpu_backup)",
+        columns=("role", "buffer", "keeper", "flag", "note", "freed", "on host"),
+        rows=[
+            (
+                *(row[key] for key in ("role", "kind", "keeper")),
+                _flag(row["flag"]),
+                row["note"],
+                *(f"{row[key] / size:.2f}" for key in _SIZES),
+            )
+            for row in rows
+        ],
+        totals=[("all", "all", "", "", "", *total)],
         text_columns=5,
+    )
+
+
+def prediction_table(memory: Sequence[Record], *, plan: Sequence[Record]) -> Table:
+    """What the plan foresaw beside what rank 0 did when each region last fell asleep. Regions hold whole pages (on a
+    GPU whole segments of 2 MiB), so a small one is larger than its tensors."""
+    slept = {(r["role"], r["kind"]): r for r in memory if r.get("state") == "asleep"}
+    pairs = [(row, slept[row["role"], row["kind"]]) for row in plan if (row["role"], row["kind"]) in slept]
+    unit, size = byte_unit(max((r["released_bytes"] for r in slept.values()), default=0))
+
+    def cells(predicted_and_measured: Sequence[tuple[Record, Record]]) -> list[str]:
+        found = []
+        for key in _SIZES:
+            predicted, measured = (sum(pair[side][key] for pair in predicted_and_measured) for side in (0, 1))
+            is_shown = predicted / size >= 0.005
+            off = f"{measured / predicted - 1:+.1%}" if is_shown else UNKNOWN
+            found += [f"{predicted / size:.2f}", f"{measured / size:.2f}", off]
+        return found
+
+    return Table(
+        title=f"Predicted and measured: {unit} freed and kept on the host",
+        columns=("role", "buffer", "freed: plan", "run", "off", "host: plan", "run", "off"),
+        rows=[(row["role"], row["kind"], *cells([(row, measured)])) for row, measured in pairs],
+        totals=[("all", "all", *cells(pairs))] if pairs else [],
+        text_columns=2,
     )
 
 
@@ -109,7 +153,7 @@ def sleep_table(memory: Sequence[Record], *, parameters: Record) -> Table:
     unit, size = byte_unit(max((r["released_bytes"] for r in last_sleep.values()), default=0))
 
     def amounts(regions: Iterable[Record], per: int | None) -> tuple[str, str, str]:
-        released, backup = (sum(r[key] for r in regions) for key in ("released_bytes", "backup_bytes"))
+        released, backup = (sum(r[key] for r in regions) for key in _SIZES)
         host_bytes_per_parameter = f"{backup / per:.2f}" if per else UNKNOWN
         return f"{released / size:.2f}", f"{backup / size:.2f}", host_bytes_per_parameter
 
@@ -119,7 +163,7 @@ def sleep_table(memory: Sequence[Record], *, parameters: Record) -> Table:
         count = parameters.get(role)
         for r in regions:
             seconds = [text(median_seconds(memory, region=r, state=state), ".3f") for state in ("asleep", "awake")]
-            rows.append((role, r["kind"], r["keeper"], _flag(r["flag"], short=True), *amounts([r], count), *seconds))
+            rows.append((role, r["kind"], r["keeper"], _flag(r["flag"]), *amounts([r], count), *seconds))
         totals.append((role, "all", "", "", *amounts(regions, count), "", ""))
     if len(totals) > 1:
         totals.append(("all", "all", "", "", *amounts(last_sleep.values(), None)[:2], "", "", ""))
@@ -150,9 +194,8 @@ def phase_table(metrics: Sequence[Record]) -> Table:
     )
 
 
-def _flag(flag: bool | None, *, short: bool = False) -> str:
-    not_applicable = "n/a" if short else "not applicable"
-    return not_applicable if flag is None else "set" if flag else "unset"
+def _flag(flag: bool | None) -> str:
+    return "n/a" if flag is None else "set" if flag else "unset"
 
 
 def _share(part: float, whole: float) -> str:

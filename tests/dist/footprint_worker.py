@@ -1,0 +1,122 @@
+"""Builds real roles and engines and reports their bytes beside what the plan predicts; used by test_footprint."""
+
+import os
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import distributed
+
+from tests.dist.data_parallel_worker import OVERLAP, small_buckets
+from tests.roles import VOCAB_SIZE, ddp_buffers, fresh_saver, make_role, small_config
+from trainer import platform
+from trainer.memory.saver import make_saver
+from trainer.models.build import named_tensors
+from trainer.plan.footprint import footprint, role_bytes
+from trainer.role import Role
+from trainer.rollout.hf import HfEngine, _tensors
+from trainer.rules import make_task
+from trainer.tokenizer import load_tokenizer
+
+NO_DISTRIBUTED = tuple(f"roles.{role}.ddp.use_distributed_optimizer=false" for role in ("actor", "critic"))
+ODD = ("model.hidden_size=40", "model.ffn_size=50", "model.layers=3")  # nothing is a multiple of an alignment
+CASES: dict[str, tuple[str, ...]] = {
+    "lean": (),
+    "full": ("memory=full",),
+    "no_grads": ("memory=no_grads",),
+    "rebuild": ("memory=rebuild",),
+    "redundant_copy": ("roles.actor.ddp.disable_param_buffers_cpu_backup=false",),
+    "tied": ("model.tie_embeddings=true",),
+    "qkv_bias": ("model.qkv_bias=true", "model.kv_heads=4", *ODD),
+    "qk_norm": ("model.qk_norm=true", "model.kv_heads=1"),
+    "fp32": ("model.dtype=fp32", *ODD),
+    "no_distributed": (*NO_DISTRIBUTED, *ODD),
+    "fp32_no_distributed": (*NO_DISTRIBUTED, "model.dtype=fp32"),
+    "buckets": OVERLAP,
+    "odd_buckets": (*OVERLAP, *ODD),
+}
+ENGINE_CASES = ("lean", "tied", "qkv_bias", "qk_norm", "fp32")
+SMALL_BUCKET = 20_000
+
+
+def run_cases(payload: None) -> dict[tuple[str, str], dict[str, Any]]:
+    """(case, role or engine) -> measured and predicted bytes."""
+    ranks = f"launch.nproc={os.environ['WORLD_SIZE']}"
+    platform.set_up(small_config(ranks))
+    platform.set_up_process_groups(small_config(ranks))
+    results = {}
+    for case, overrides in CASES.items():
+        for name in ("actor", "critic"):
+            results[case, name] = _role_case(name, (ranks, *overrides), has_buckets="buckets" in case)
+        if case in ENGINE_CASES:
+            results[case, "engine"] = _engine_case((ranks, *overrides))
+    return results
+
+
+def _role_case(name: str, overrides: tuple[str, ...], *, has_buckets: bool) -> dict[str, Any]:
+    fresh_saver()
+    config, events = small_config(*overrides), []
+    with small_buckets() if has_buckets else nullcontext():
+        role = make_role(name, *overrides, events=events)
+    if role.backuper:
+        role.copy_to_tag("ref")
+    measured = _bytes_of(role)
+    role.sleep()
+    bucket_size = SMALL_BUCKET if has_buckets and name == "actor" else None
+    sizes = role_bytes(config, name, vocab_size=VOCAB_SIZE, bucket_size=bucket_size)
+    predicted = {**sizes.kinds, "main_params": sizes.main_params, "parameter_count": sizes.parameter_count}
+    if role.backuper:
+        predicted["tag"] = sizes.tag
+    return {
+        "measured": measured,
+        "predicted": predicted,
+        "buckets": len(ddp_buffers(role)[0].buckets),
+        "events": _largest([(e["kind"], e["keeper"], e["flag"], e["released_bytes"], e["backup_bytes"]) for e in events]),
+        "holdings": [
+            (h.kind, h.keeper, h.flag, h.train_bytes, h.host_asleep_bytes)
+            for h in footprint(config, vocab_size=VOCAB_SIZE).of_role(name)
+        ],
+    }
+
+
+def _largest(events: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """What every rank recorded, each with its largest bytes."""
+    everyones: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyones, events)
+    return [(*same[0][:3], *(max(sizes) for sizes in zip(*(e[3:] for e in same), strict=True)))
+            for same in zip(*everyones, strict=True)]
+
+
+def _bytes_of(role: Role) -> dict[str, int]:
+    """Bytes of the real tensors; of the optimizer's, on the rank that holds most."""
+    buffers = ddp_buffers(role)
+    in_buffers = {b.param_data.untyped_storage().data_ptr() for b in buffers if b.param_data is not None}
+    rest = [t for _, t in named_tensors(role.chunks) if t.untyped_storage().data_ptr() not in in_buffers]
+    largest = torch.tensor([role._state.flat.nbytes, 4 * role._state.main_size])
+    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
+    measured = {
+        "param": sum(b.param_data.nbytes for b in buffers if b.param_data is not None),
+        "grad": sum(b.grad_data.nbytes for b in buffers),
+        "optim": int(largest[0]),
+        "main_params": int(largest[1]),
+        "rest": sum(tensor.nbytes for tensor in rest),
+        "parameter_count": role.parameter_count(),
+    }
+    if role.backuper:
+        (measured["tag"],) = {role.backuper.bytes_of(tag) for tag in role.backuper.backup_tags}
+    return measured
+
+
+def _engine_case(overrides: tuple[str, ...]) -> dict[str, Any]:
+    fresh_saver()
+    config = small_config(*overrides)
+    tokenizer = load_tokenizer(None, task=make_task(config), vocab_size=config.tokenizer.vocab_size)
+    model = config.roles["actor"].model
+    engine = HfEngine(
+        model, config.rollout, tokenizer=tokenizer, saver=make_saver(config), observer=lambda event: None
+    )
+    (holding,) = footprint(config, vocab_size=len(tokenizer)).of_role("engine")
+    return {
+        "measured": sum(tensor.nbytes for tensor in _tensors(engine.model)),
+        "predicted": holding.train_bytes,
+    }

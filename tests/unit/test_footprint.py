@@ -1,0 +1,149 @@
+"""The planner's arithmetic against numbers worked out by hand; tests/dist/test_footprint.py has the real buffers."""
+
+import dataclasses
+
+import pytest
+
+from tests.composing import config_of
+from trainer.plan.fit import check_fits, fits
+from trainer.plan.footprint import footprint
+from trainer.plan.layout import buffer_layout, buffer_layouts, optimizer_elements, parameters
+
+# Llama-3-70B (arXiv:2407.21783, table 3): 128256 * 8192 * 2 + 80 * layer + 8192, layer = 8192 * (8192 + 10240 + 3 *
+# 28672 + 2)
+LLAMA_70B = (
+    *("model.layers=80", "model.hidden_size=8192", "model.ffn_size=28672", "model.heads=64", "model.kv_heads=8"),
+    *("algo.prompts_per_step=64", "algo.micro_batch_size=1"),
+)
+LLAMA_VOCABULARY = 128256
+BENCH = ("model=bench_1b", "platform=cuda")
+VOCABULARY = 32768
+
+
+def plan_of(*overrides, vocab_size=VOCABULARY):
+    return footprint(config_of(*overrides), vocab_size=vocab_size)
+
+
+def test_llama_3_70b_has_70_55e9_parameters():
+    found = plan_of(*LLAMA_70B, vocab_size=LLAMA_VOCABULARY)
+    body = 128256 * 8192 + 80 * 8192 * (8192 + 10240 + 3 * 28672 + 2) + 8192
+    assert found.parameter_counts["actor"] == body + 128256 * 8192 == 70_553_706_496
+    assert found.parameter_counts["critic"] == body + 8192
+
+
+@pytest.mark.parametrize(
+    ("policy", "actor", "critic"), [("full", 20, 18), ("no_grads", 16, 14), ("lean", 14, 14), ("rebuild", 12, 12)]
+)
+def test_host_bytes_per_parameter_of_the_policies(policy, actor, critic):
+    """Without ref, which is 2 more. A model large enough for the padding not to matter."""
+    found = plan_of(*BENCH, f"memory={policy}")
+    counts = found.parameter_counts
+    own = sum(holding.host_asleep_bytes for holding in found.of_role("actor") if holding.kind != "weights/ref")
+    assert own / counts["actor"] == pytest.approx(actor, rel=1e-3)
+    assert found.host_asleep_bytes("actor") / counts["actor"] == pytest.approx(actor + 2, rel=1e-3)
+    assert found.host_asleep_bytes("critic") / counts["critic"] == pytest.approx(critic, rel=1e-3)
+
+
+def test_data_parallel_ranks_share_the_optimizer_state_alone():
+    one, eight = (plan_of(*LLAMA_70B, f"launch.nproc={ranks}", vocab_size=LLAMA_VOCABULARY) for ranks in (1, 8))
+    for whole, share in zip(one.of_role("actor"), eight.of_role("actor"), strict=True):
+        factor = 8 if whole.kind == "optim" else 1
+        assert share.train_bytes * factor == pytest.approx(whole.train_bytes, rel=1e-6)
+    assert eight.node_host_peak_bytes == 8 * max(m.host_bytes + m.device_bytes for m in eight.moments)  # on the CPU
+
+
+def test_buckets_and_padding_of_megatrons_buffers():
+    # From the last: 70 -> [0, 70), 100 from 128 -> 228; the bucket holds 228 >= 200 and ends at lcm(3, 128) = 384.
+    # Then 130 -> [384, 514), ending at 2 * 384.
+    layout = buffer_layout([130, 100, 70], data_parallel=3, distributed_optimizer=True, bucket_size=200)
+    assert layout.spans == ((0, 70), (128, 228), (384, 514))
+    assert layout.buckets == ((0, 384), (384, 768))
+    # Shares of 128 elements: [0, 70) is rank 0's, [128, 228) rank 1's, of [384, 514) 128 are rank 0's and 2 rank 1's.
+    assert layout.shards(3) == [[70, 128], [100, 2], []]
+    whole = buffer_layout([130, 100, 70], data_parallel=3, distributed_optimizer=False, bucket_size=None)
+    assert (whole.spans, whole.size) == (((0, 70), (70, 170), (170, 300)), 300)
+
+
+@pytest.mark.parametrize(
+    ("distributed", "dtype", "expected"),
+    [
+        (True, "bf16", (3 * (80 + 128), 80 + 128)),  # rank 0's 70 and 128, each view aligned to 16 elements
+        (True, "fp32", (3 * (80 + 128), 80 + 128)),
+        (False, "bf16", (3 * (144 + 112 + 80), 144 + 112 + 80)),
+        (False, "fp32", (2 * (144 + 112 + 80), 0)),  # an fp32 parameter is its own main param
+    ],
+)
+def test_elements_of_the_flat_optimizer_state(distributed, dtype, expected):
+    layout = buffer_layout([130, 100, 70], data_parallel=3, distributed_optimizer=distributed, bucket_size=200)
+    assert optimizer_elements({dtype: layout}, distributed_optimizer=distributed, data_parallel=3) == expected
+
+
+def test_the_value_head_has_a_buffer_of_its_own():
+    config = config_of()
+    found = parameters(config.roles["critic"].model, vocab_size=320, value_head=True, parallel=config.parallel)
+    layouts = buffer_layouts(found, ddp=config.roles["critic"].ddp, data_parallel=1, bucket_size=None)
+    assert {dtype: layout.size for dtype, layout in layouts.items()}["fp32"] == 128
+    assert [parameter.name for parameter in found if parameter.dtype == "fp32"] == ["output_layer.weight"]
+
+
+def moments_of(*overrides):
+    return {moment.name: moment for moment in plan_of(*BENCH, *overrides).moments}
+
+
+def test_what_is_awake_at_each_moment():
+    count = plan_of(*BENCH).parameter_counts["actor"]
+    lean = moments_of("memory=lean")
+    for name, per_parameter in {
+        "build actor": 2 + 4 + 12 + 4,  # main params are there twice until they have moved
+        "train actor": 2 + 4 + 12,
+        "actor forward": 2,
+        "rollout": 2,
+        "sync engine": 2 + 2,
+        "all asleep": 0,
+    }.items():
+        assert lean[name].device_bytes / count == pytest.approx(per_parameter, rel=1e-3), name
+    assert moments_of("memory=rebuild")["rebuild actor"].device_bytes / count == pytest.approx(2 + 4, rel=1e-3)
+    kept_by_saver = moments_of("memory=rebuild", "memory.actor.optim_keeper=saver")
+    assert kept_by_saver["actor forward"].device_bytes / count == pytest.approx(2 + 12, rel=1e-3)
+    assert "rebuild actor" not in kept_by_saver
+
+
+def test_the_savers_copies_stay_on_the_host_only_where_they_are_retained():
+    everything = moments_of("memory=full")["all asleep"].host_bytes
+    assert moments_of("memory=full")["train actor"].host_bytes == everything
+    count = plan_of(*BENCH).parameter_counts["actor"]
+    freed = everything - moments_of("memory=full", "memory.retain_cpu_backup=false")["train actor"].host_bytes
+    assert freed / count == pytest.approx(2 + 4 + 12, rel=1e-3)
+
+
+def test_without_offload_everything_is_always_there():
+    found = plan_of(*BENCH, "offload=none")
+    moments = {moment.name: moment for moment in found.moments}
+    assert moments["all asleep"].device_bytes == moments["train actor"].device_bytes
+    own, ref = (holding for holding in found.of_role("actor") if holding.kind.startswith("weights/"))
+    assert (own.kind, ref.kind) == ("weights/actor", "weights/ref")
+    assert found.host_asleep_bytes("critic") == 0
+
+
+def limited(*overrides, **limits):
+    config = config_of(*BENCH, *overrides)
+    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, **limits))
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_the_policies_that_do():
+    # 1.22e9 * (16, 14) + 1.17e9 * (14, 12) B = 33.4, 28.6 GiB for lean and rebuild
+    config = limited("memory=full", host_memory_gib=35.0)
+    with pytest.raises(ValueError, match=r"4\d\.\d+ GiB of host memory.*host_memory_gib=35\. ") as error:
+        check_fits(config, vocab_size=VOCABULARY)
+    assert str(error.value).endswith("These policies fit: memory=rebuild, memory=lean")
+    check_fits(limited("memory=lean", host_memory_gib=35.0), vocab_size=VOCABULARY)
+    with pytest.raises(ValueError, match=r"These policies fit: memory=rebuild$"):
+        check_fits(limited("memory=lean", host_memory_gib=30.0), vocab_size=VOCABULARY)
+
+
+def test_gpu_memory_is_checked_on_a_gpu_only():
+    config = limited(gpu_memory_gib=10.0)
+    with pytest.raises(ValueError, match=r"GPU memory per rank, more than launch.gpu_memory_gib=10\. No memory policy"):
+        check_fits(config, vocab_size=VOCABULARY)
+    assert fits(limited(), footprint(config, vocab_size=VOCABULARY))
+    check_fits(limited("platform=cpu", gpu_memory_gib=10.0), vocab_size=VOCABULARY)

@@ -1,0 +1,179 @@
+"""``python -m trainer.plan``: the bytes of a run as tables, in seconds, without a GPU, workers or megatron.
+
+A sweep (``-m memory=full,lean``) prints one table with a row per job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+from trainer import config as configuration
+from trainer.config import Config, Section
+from trainer.hints import hint_for
+from trainer.plan.fit import check_fits, fits
+from trainer.plan.footprint import Footprint, Holding, footprint
+from trainer.report import Table
+from trainer.report.units import byte_unit
+from trainer.rules import make_task
+from trainer.tokenizer import vocab_size_of
+
+
+@dataclass
+class PlanConfig(Section):
+    """The section ``plan``; its defaults lie in ``conf/plan.yaml``."""
+
+    vocab_size: Optional[int]  # noqa: UP045
+
+
+@dataclass
+class PlanRoot(Config):
+    """The schema of ``conf/plan.yaml``."""
+
+    plan: PlanConfig
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of a sweep: its overrides, its prediction, and whether that fits; None where the config is refused."""
+
+    overrides: Sequence[str]
+    prediction: Footprint | None
+    fits: bool
+
+
+_sweep: list[Job] = []
+
+
+def footprint_table(prediction: Footprint) -> Table:
+    """Bytes per rank of every holding, with totals per role. What sleeps holds no GPU memory."""
+    holdings = prediction.holdings
+    unit, size = byte_unit(max(holding.train_bytes for holding in holdings))
+    fields = ("train_bytes", "forward_bytes", "host_awake_bytes", "host_asleep_bytes")
+
+    def amounts(of: Sequence[Holding], *, per: int | None) -> list[str]:
+        sums = [sum(getattr(holding, field) for holding in of) for field in fields]
+        return [*(f"{amount / size:.2f}" for amount in sums), f"{sums[-1] / per:.2f}" if per else ""]
+
+    counts = prediction.parameter_counts
+    rows = [(h.role, h.kind, h.keeper, *amounts([h], per=counts.get(h.role))) for h in holdings]
+    totals = [(role, "all", "", *amounts(prediction.of_role(role), per=count)) for role, count in counts.items()]
+    return Table(
+        title=f"{unit} per rank: on the GPU in training and in forward passes, on the host awake and asleep",
+        columns=("role", "buffer", "keeper", "train", "forward", "awake", "asleep", "B/param"),
+        rows=rows,
+        totals=totals,
+        text_columns=3,
+    )
+
+
+def moment_table(prediction: Footprint) -> Table:
+    """Peak of every stretch of a run, per rank and per node."""
+    unit, size = byte_unit(prediction.device_peak_bytes)
+    peaks = [(m.name, m.device_bytes, m.host_bytes) for m in prediction.moments]
+    largest = [max(sizes) for sizes in zip(*(peak[1:] for peak in peaks), strict=True)]
+
+    def row(name: str, device_bytes: int, host_bytes: int) -> tuple[str, ...]:
+        amounts = (device_bytes, host_bytes, *(prediction.ranks * amount for amount in (device_bytes, host_bytes)))
+        return (name, *(f"{amount / size:.2f}" for amount in amounts))
+
+    return Table(
+        title=f"{unit} per rank and on the node (x{prediction.ranks}); activations, KV cache, CUDA, NCCL come on top",
+        columns=("while", "GPU", "host", "node's GPUs", "node's host"),
+        rows=[row(*peak) for peak in peaks],
+        totals=[row("largest", *largest)],
+    )
+
+
+def comparison_table(sweep: Sequence[Job]) -> Table:
+    """One row per job: host bytes asleep per role on the node and per parameter, and the peaks."""
+    shared = set.intersection(*(set(job.overrides) for job in sweep)) if len(sweep) > 1 else set()
+    unit, size = byte_unit(max((job.prediction.device_peak_bytes for job in sweep if job.prediction), default=0))
+    rows = []
+    for job in sweep:
+        own, found = " ".join(override for override in job.overrides if override not in shared), job.prediction
+        if found is None:
+            rows.append((own, *["-"] * 7))
+            continue
+        asleep = {role: found.host_asleep_bytes(role) for role in found.parameter_counts}
+        per_parameter = [f"{asleep[role] / count:.2f}" for role, count in found.parameter_counts.items()]
+        on_node = [f"{found.ranks * amount / size:.2f}" for amount in (*asleep.values(), sum(asleep.values()))]
+        peak = f"{found.device_peak_bytes / size:.2f}"
+        rows.append((own, *per_parameter, *on_node, peak, "yes" if job.fits else "no"))
+    return Table(
+        title=f"Asleep on the host: bytes per parameter, {unit} on the node; peak per GPU in {unit}",
+        columns=("overrides", "actor\nB/param", "critic\nB/param", "actor", "critic", "both", "GPU", "fits"),
+        rows=rows,
+    )
+
+
+def plan_job(composed: DictConfig, *, overrides: Sequence[str], in_sweep: bool, console: Console) -> None:
+    """Count one composed config and show it (in a sweep: remember it). Raises ValueError for what is refused."""
+    keys = list(Config.__dataclass_fields__)
+    config = configuration.to_config(OmegaConf.masked_copy(composed, keys))
+    vocab_size = composed.plan.vocab_size
+    if vocab_size is not None and vocab_size < 1:
+        raise ValueError(f"plan.vocab_size={vocab_size}: must be at least 1, or null for the run's own tokenizer")
+    if vocab_size is None:
+        vocab_size = vocab_size_of(config.tokenizer.path, task=make_task(config), vocab_size=config.largest_vocab_size)
+    prediction = footprint(config, vocab_size=vocab_size)
+    if in_sweep:
+        _sweep.append(Job(overrides, prediction, fits(config, prediction)))
+        return
+    counts = ", ".join(f"{role} {count:.4g}" for role, count in prediction.parameter_counts.items())
+    console.print(f"parameters: {counts}   vocabulary: {vocab_size}   ranks: {prediction.ranks}")
+    console.print(footprint_table(prediction))
+    console.print(moment_table(prediction))
+    check_fits(config, vocab_size=vocab_size)
+
+
+@hydra.main(config_path="pkg://conf", config_name="plan", version_base="1.3")
+def _hydra_job(composed: DictConfig) -> None:
+    settings = HydraConfig.get()
+    overrides, in_sweep = list(settings.overrides.task), settings.mode == RunMode.MULTIRUN
+    os.chdir(settings.runtime.cwd)
+    try:
+        plan_job(composed, overrides=overrides, in_sweep=in_sweep, console=Console())
+        return
+    except (ValueError, ImportError, OmegaConfBaseException) as error:
+        hint = hint_for(error)
+        print(f"error: {error}" + (f"\nhint: {hint}" if hint else ""), file=sys.stderr)
+    if not in_sweep:
+        sys.exit(1)
+    _sweep.append(Job(overrides, None, False))
+
+
+@functools.cache
+def _temporary_directory() -> str:
+    directory = tempfile.TemporaryDirectory(prefix="torpor-plan-")
+    atexit.register(directory.cleanup)
+    return directory.name
+
+
+def main() -> None:
+    configuration.register()
+    ConfigStore.instance().store(name="plan_schema", node=PlanRoot)
+    OmegaConf.register_new_resolver("temporary_directory", _temporary_directory, replace=True)
+    _hydra_job()
+    if _sweep:
+        Console().print(comparison_table(_sweep))
+        if not all(job.prediction for job in _sweep):
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
