@@ -303,3 +303,10 @@ def test_an_error_of_the_comparison_does_not_hide_the_sweeps_result(
     shown = capsys.readouterr()
     assert shown.out.count("finished") == 4
     assert shown.err.startswith("the comparison could not be written: IsADirectoryError: ")
+
+
+def test_a_benchmark_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "bench" / ".hydra").mkdir(parents=True)
+    (tmp_path / "bench" / "bench.jsonl").write_text("{}\n")
+    (tmp_path / "run" / ".hydra").mkdir(parents=True)
+    assert find_runs(tmp_path) == [tmp_path / "run"]

@@ -29,8 +29,8 @@ from trainer.hints import hint_for
 from trainer.launch import WorkerError, launch
 from trainer.launch_environment import worker_environment
 from trainer.report import read_records
+from trainer.report.records import BENCH_FILE
 
-RECORDS_FILE = "bench.jsonl"
 TABLE_FILE = "bench.md"
 
 
@@ -66,13 +66,13 @@ def run(bench: BenchConfig, configs: Mapping[str, Config], directory: Path, cons
         if "error" not in record:
             record["roofline"] = None if "error" in roofline else roofline
             record["summary"] = summarize(record)
-        with (directory / RECORDS_FILE).open("a") as file:
+        with (directory / BENCH_FILE).open("a") as file:
             file.write(json.dumps(record) + "\n")
-        newest = {record["case"]: record for record in read_records(directory / RECORDS_FILE)}
+        newest = {record["case"]: record for record in read_records(directory / BENCH_FILE)}
         records = [newest[known] for known in CASES if known in newest]
         (directory / TABLE_FILE).write_text(document(records, cases={n: c.meaning for n, c in CASES.items()}))
     console.print(bench_table(records))
-    console.print(f"table: {directory / TABLE_FILE}   all numbers: {directory / RECORDS_FILE}", soft_wrap=True)
+    console.print(f"table: {directory / TABLE_FILE}   all numbers: {directory / BENCH_FILE}", soft_wrap=True)
     return not failed
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from trainer.report.memory import Sample, host_bytes_by_owner, last_sleeps, median_seconds, timeline
 from trainer.report.progress import step_seconds
-from trainer.report.records import CONFIG_FILE, MEMORY_FILE, METRICS_FILE, RESULT_FILE, Record, read_records
+from trainer.report.records import BENCH_FILE, CONFIG_FILE, MEMORY_FILE, METRICS_FILE, RESULT_FILE, Record, read_records
 from trainer.report.units import leaves
 
 
@@ -74,7 +74,9 @@ def find_runs(directory: Path) -> list[Path]:
     """Run directories at or below ``directory``, run 10 after run 9; what lies in a run is no other."""
     found = []
     for path, folders, files in os.walk(directory):
-        if ".hydra" in folders or {METRICS_FILE, RESULT_FILE} & set(files):
+        if BENCH_FILE in files:
+            folders.clear()
+        elif ".hydra" in folders or {METRICS_FILE, RESULT_FILE} & set(files):
             found.append(Path(path))
             if "multirun.yaml" not in files:  # Hydra's own mark of a sweep
                 folders.clear()

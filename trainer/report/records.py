@@ -23,6 +23,7 @@ Record = Mapping[str, Any]
 
 CONFIG_FILE = "config.json"
 RESULT_FILE = "result.json"
+BENCH_FILE = "bench.jsonl"  # of ``trainer.bench``, whose directories are no runs
 METRICS_FILE = "metrics.jsonl"
 MEMORY_FILE = "memory.jsonl"
 
