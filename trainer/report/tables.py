@@ -90,7 +90,9 @@ def plan_table(rows: Sequence[Record]) -> Table:
     unit, size = byte_unit(max((max(row[key] for key in _SIZES) for row in rows), default=0))
     total = [f"{sum(row[key] for row in rows) / size:.2f}" for key in _SIZES]
     return Table(
-        title=f"Who keeps what while it sleeps: {unit} per rank (flag: disable_*_buffers_cpu_backup)",
+        title=(
+            f"Who keeps what while it sleeps: {unit} per rank (flag: disable_*_buffers_cpu_backup; n/a: not applicable)"
+        ),
         columns=("role", "buffer", "keeper", "flag", "note", "freed", "on host"),
         rows=[
             (
