@@ -1,6 +1,7 @@
 """TensorBackuper: tags of host copies, usable on plain torch tensors in a process without any platform."""
 
 import gc
+import time
 
 import psutil
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 import patches
 from trainer.backup import TensorBackuper
+from trainer.memory.arena import HostArena
 
 MIB = 1 << 20
 
@@ -171,3 +173,21 @@ def test_two_tensors_of_one_name_are_refused():
     with pytest.raises(ValueError, match="weight"):
         backuper.backup("actor")
     assert backuper.backup_tags == ()
+
+
+def test_a_new_tag_is_written_only_once_its_arena_is_ready(monkeypatch):
+    """Page-locking touches, and so zeroes, the arena in the background; a copy into it must not come first."""
+
+    def touch_late(arena: HostArena, device: int) -> None:
+        time.sleep(0.2)
+        arena._flat.zero_()
+
+    monkeypatch.setattr(HostArena, "_pin", touch_late)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    weights = {"w": torch.arange(1.0, 5.0)}
+    backuper = TensorBackuper.create(source_getter=lambda: weights.items(), pinned=True)
+    backuper.backup("actor")
+    backuper.copy(src_tag="actor", dst_tag="ref")
+    time.sleep(0.4)
+    assert backuper.get("actor")["w"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert backuper.get("ref")["w"].tolist() == [1.0, 2.0, 3.0, 4.0]
