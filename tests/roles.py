@@ -1,6 +1,8 @@
 """Real roles of a tiny model in this process, and batches for them to work on."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor
 
 import patches
 from tests.composing import SMALL, config_of
+from tests.megatron_world import one_rank_world
 from trainer import optimizer, step
 from trainer.config import Config
 from trainer.memory.saver import make_saver
@@ -17,6 +20,17 @@ from trainer.role import Role
 
 VOCAB_SIZE = 64
 POLICIES = ("full", "no_grads", "lean", "rebuild")
+
+
+@contextmanager
+def one_thread_world() -> Iterator[None]:
+    """The world of a worker with one rank and one thread, for a whole test module."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with one_rank_world():
+        patches.apply("one_rank_groups")
+        yield
+    torch.set_num_threads(threads)
 
 
 def fresh_saver() -> None:

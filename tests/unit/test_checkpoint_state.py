@@ -3,9 +3,16 @@
 import pytest
 import torch
 
-import patches
-from tests.megatron_world import one_rank_world
-from tests.roles import POLICIES, fresh_saver, make_role, same_weights, small_config, train, weights_of
+from tests.roles import (
+    POLICIES,
+    fresh_saver,
+    make_role,
+    one_thread_world,
+    same_weights,
+    small_config,
+    train,
+    weights_of,
+)
 from trainer.checkpoint.state import Checkpoints
 from trainer.models.build import named_tensors
 from trainer.optimizer import shares, step_count
@@ -20,12 +27,8 @@ OPTIMIZERS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with one_rank_world():
-        patches.apply("one_rank_groups")
+    with one_thread_world():
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch_memory_saver import torch_memory_saver
 
-import patches
-from tests.megatron_world import one_rank_world
 from tests.roles import (
     POLICIES,
     VOCAB_SIZE,
@@ -18,6 +16,7 @@ from tests.roles import (
     loss_of,
     make_batch,
     make_role,
+    one_thread_world,
     same_weights,
     train,
     weights_of,
@@ -37,12 +36,8 @@ NO_DISTRIBUTED_OPTIMIZER = "roles.actor.ddp.use_distributed_optimizer=false"
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with one_rank_world():
-        patches.apply("one_rank_groups")
+    with one_thread_world():
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

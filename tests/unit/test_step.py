@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import patches
 from tests.dist.invariance_worker import run_one
-from tests.megatron_world import one_rank_world
 from tests.roles import (
     VOCAB_SIZE,
     ddp_buffers,
@@ -15,6 +13,7 @@ from tests.roles import (
     make_batch,
     make_role,
     normal,
+    one_thread_world,
     same_weights,
     small_config,
     train,
@@ -29,12 +28,8 @@ FP32 = ("model.dtype=fp32", "optimizer.clip_grad=0")
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with one_rank_world():
-        patches.apply("one_rank_groups")
+    with one_thread_world():
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

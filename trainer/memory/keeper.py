@@ -44,8 +44,7 @@ class ArenaKeeper:
 
     def finish_save(self) -> None:
         """Wait until the host copy is complete (starting it first if nobody has)."""
-        if not self._is_saved:
-            self.start_save()
+        self.start_save()
         self._stream.synchronize()
         self._is_saved = False
 
