@@ -16,6 +16,7 @@ import torch
 from trainer import optimizer as optimizers
 from trainer.backup import TensorBackuper
 from trainer.config import Config
+from trainer.memory.arena import HostArenas
 from trainer.memory.regions import MemoryObserver, RoleRegions
 from trainer.memory.saver import Saver
 from trainer.models.build import build_gpt, drop_caches, move_rest, named_tensors, wrap_ddp
@@ -39,7 +40,7 @@ class Role:
         vocab_size: int,
         seed: int,
         observer: MemoryObserver,
-        pinned: bool,
+        arenas: HostArenas,
     ) -> None:
         self.name, self.config = name, config.roles[name]
         self._plan, self._regions = plan, RoleRegions(name, plan=plan, saver=saver, observer=observer)
@@ -63,16 +64,17 @@ class Role:
         self.optimizer, self._state = optimizers.build_optimizer(
             self.chunks, self.config, region=self._regions.region("optim")
         )
-        self._regions.keep_in_arena(self._state.flat, pinned=pinned)
+        self._regions.keep_in_arena(self._state.flat, arenas=arenas)
         self._set_param_hooks(enabled=False)
         self.backuper: TensorBackuper | None = None
         self._active_tag: str | None = name
         self._trained_since_backup = True
         if name == "actor":
             self.backuper = TensorBackuper.create(
-                source_getter=lambda: named_tensors(self.chunks), single_tag=None, pinned=pinned
+                source_getter=lambda: named_tensors(self.chunks), single_tag=None, pinned=arenas.pinned
             )
             self._backup_if_trained()
+        self._regions.prepare_sleep()
 
     # ---- sleep and wake-up -------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from trainer import platform
 from trainer.checkpoint import folder
 from trainer.config import Config, to_plain
 from trainer.plan import make_plan
-from trainer.plan.footprint import footprint, plan_rows
+from trainer.plan.footprint import arena_sizes_bytes, footprint, plan_rows
 from trainer.rules import make_task
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def build(config: Config, phases: Phases) -> LoopRun:
     from trainer.data import Prompts
     from trainer.distributed import seed_for
     from trainer.loop import Run
+    from trainer.memory.arena import HostArenas
     from trainer.memory.saver import make_saver
     from trainer.models.hf_bridge import from_hf
     from trainer.models.hf_files import SafetensorsFolder
@@ -111,9 +112,11 @@ def build(config: Config, phases: Phases) -> LoopRun:
 
     task = make_task(config)
     tokenizer = load_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
-    prompts = Prompts(config, task=task, tokenizer=tokenizer)
     saver = make_saver(config)
     plan = make_plan(config)
+    arenas = HostArenas(pinned=config.platform.name == "cuda" and config.offload.train)
+    arenas.reserve(arena_sizes_bytes(footprint(config, vocab_size=len(tokenizer))))
+    prompts = Prompts(config, task=task, tokenizer=tokenizer)
     paths = starting_points(config)
     roles = {}
     for name in ("actor", "critic"):
@@ -125,7 +128,7 @@ def build(config: Config, phases: Phases) -> LoopRun:
             vocab_size=config.roles[name].model.embedding_rows(len(tokenizer)),
             seed=seed_for(config.seed, f"init/{name}"),
             observer=phases.observe,
-            pinned=config.platform.name == "cuda" and config.offload.train,
+            arenas=arenas,
         )
         if name in paths:
             state = SafetensorsFolder(Path(paths[name]))

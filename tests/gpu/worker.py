@@ -22,13 +22,14 @@ def run_scenario(payload: tuple[str, Config]) -> dict[str, Any]:
 
 
 def _roles(config: Config) -> tuple[Any, Any]:
+    from trainer.memory.arena import HostArenas
     from trainer.memory.saver import make_saver
     from trainer.plan import make_plan
     from trainer.role import Role
 
-    saver, plan = make_saver(config), make_plan(config)
+    saver, plan, arenas = make_saver(config), make_plan(config), HostArenas(pinned=config.offload.train)
     roles = [
-        Role(name, config, plan=plan, saver=saver, vocab_size=512, seed=seed, observer=_ignore, pinned=saver.sleeps)
+        Role(name, config, plan=plan, saver=saver, vocab_size=512, seed=seed, observer=_ignore, arenas=arenas)
         for seed, name in enumerate(("actor", "critic"))
     ]
     return roles[0], roles[1]
