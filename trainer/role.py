@@ -142,12 +142,12 @@ class Role:
 
     def _switch_model(self, tag: str) -> None:
         """Restore ``tag``, even if it is the active one: after a wake-up the parameters may hold anything."""
-        if tag == self.name and (self.backuper is None or self._rebuilds):
-            if self._rebuilds:
+        if tag == self.name and self._rebuilds:
+            with self._regions.restoring(self._weights_kind):
                 self._rebuild_params()
-        else:
-            assert self.backuper is not None
-            self.backuper.restore(tag)
+        elif self.backuper is not None:
+            with self._regions.restoring(self._weights_kind):
+                self.backuper.restore(tag)
         self._active_tag = tag
 
     def _rebuild_params(self) -> None:
@@ -172,10 +172,15 @@ class Role:
 
     def _backuper_bytes(self) -> dict[str, int]:
         """Buffer kind -> host bytes that the backuper keeps in its stead."""
-        kind = "param" if self.config.ddp.use_distributed_optimizer else "rest"
+        kind = self._weights_kind
         if self.backuper is None or self._plan.row(self.name, kind).keeper != "backuper":
             return {}
         return {kind: self.backuper.bytes_of(self.name)}
+
+    @property
+    def _weights_kind(self) -> str:
+        """The buffer kind in which most parameters lie."""
+        return "param" if self.config.ddp.use_distributed_optimizer else "rest"
 
     def _record_extra_tags(self) -> None:
         """Record the host bytes of backups beside the one that restores the role's own parameters."""

@@ -86,7 +86,7 @@ def test_waking_first_sleeping_twice_and_waking_twice_are_no_ops():
     assert len(events) == len(asleep)
     role.wake_up()
     role.wake_up()
-    assert [event["state"] for event in events] == ["asleep"] * 4 + ["awake"] * 4
+    assert [event["state"] for event in events] == ["asleep"] * 4 + ["awake"] * 4 + ["restored"]
     assert role.weights_sha256() == expected
 
 

@@ -6,22 +6,19 @@ with several ranks, after a barrier), around ``sleep()`` and ``wake_up()`` as a 
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
-import gc
 import platform as host_platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
-import psutil
 import torch
 from torch import distributed
 
 from trainer import platform
 from trainer.bench.cases import CaseJob
+from trainer.memory.ledger import sample_memory
 from trainer.plan import make_plan
 
 ROLES = ("actor", "critic")
@@ -180,33 +177,6 @@ def _synchronize() -> None:
     torch.cuda.synchronize()
     if distributed.get_world_size() > 1:
         distributed.barrier()
-
-
-def sample_memory() -> dict[str, int | None]:
-    """Bytes in use now: this process's resident and proportional set, the host's, the GPU's (all processes).
-
-    ``pss_bytes`` is taken after malloc has given back the freed blocks that it holds for reuse.
-    """
-    gc.collect()
-    untrimmed = psutil.Process().memory_full_info()
-    with suppress(OSError, AttributeError):  # glibc only
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    process, host = psutil.Process().memory_full_info(), psutil.virtual_memory()
-    sample: dict[str, int | None] = {
-        "rss_bytes": process.rss,
-        "pss_bytes": process.pss,
-        "pss_untrimmed_bytes": untrimmed.pss,
-        "host_used_bytes": host.total - host.available,
-        "gpu_used_bytes": None,
-        "gpu_reserved_bytes": None,
-        "gpu_allocated_bytes": None,
-    }
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        sample["gpu_used_bytes"] = total - free
-        sample["gpu_reserved_bytes"] = torch.cuda.memory_reserved()
-        sample["gpu_allocated_bytes"] = torch.cuda.memory_allocated()
-    return sample
 
 
 def state_checksums(role: Any) -> list[int]:

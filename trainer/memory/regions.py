@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -82,6 +82,17 @@ class RoleRegions:
         self._saver.check_room([row.tag for row in asleep])
         for row in asleep:
             self._timed(row, "awake", self._map, backuper_bytes)
+
+    @contextmanager
+    def restoring(self, kind: str) -> Iterator[None]:
+        """Bring weights back into the mapped buffers of ``kind`` inside."""
+        start = time.perf_counter()
+        yield
+        row = self._rows[kind]
+        if self._saver.sleeps:
+            seconds = time.perf_counter() - start
+            sizes = {"released_bytes": 0, "backup_bytes": 0}
+            self.record(kind, state="restored", flag=row.flag, keeper=row.keeper, seconds=seconds, **sizes)
 
     def _release(self, row: PlanRow) -> RegionBytes:
         if row.kind == "optim" and self._arena is not None:
