@@ -61,9 +61,9 @@ class Phases:
         self._seconds, self._peak_asleep = {}, (0, 0)
         return metrics
 
-    def ledger(self, moment: str) -> None:
+    def ledger(self, moment: str, *, step: int) -> None:
         """Record all that process and device hold at ``moment``, "baseline" or "asleep"; takes about 50 ms."""
-        self._write({"step": self._step, "phase": self._phase, "moment": moment, **sample_memory()})
+        self._write({"step": step, "phase": self._phase, "moment": moment, **sample_memory()})
 
     def _sample(self) -> None:
         memory = self._process.memory_full_info()

@@ -50,7 +50,7 @@ def run(job: Job) -> dict[str, Any]:
             outputs = Outputs(records, stack.enter_context(Progress(job.config.algo.num_steps)), log)
             write = records.memory
         phases = Phases(write, gpu=job.config.platform.name == "cuda")
-        phases.ledger("baseline")
+        phases.ledger("baseline", step=done or 0)
         with phases.phase("build", step=done or 0):
             parts = build(job.config, phases)
         note = outputs.progress.note if outputs.progress else _discard
@@ -59,7 +59,7 @@ def run(job: Job) -> dict[str, Any]:
             note(f"the {name} starts from {path}{head}")
         checkpoints = Checkpoints(job.config, job.directory, resume_from=job.resume_from, note=note)
         result = train(parts, outputs, checkpoints=checkpoints)
-        phases.ledger("asleep")
+        phases.ledger("asleep", step=result["step"])
         if job.config.export_hf:
             export(parts, job.directory / "hf_model" if is_writer else None)
     if is_writer:
