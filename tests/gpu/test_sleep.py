@@ -20,7 +20,8 @@ from trainer.plan.footprint import footprint
 POLICIES = ("full", "no_grads", "lean", "rebuild")
 # 30M parameters a role: large enough that bytes per parameter mean something.
 MEDIUM = ("model.layers=4", "model.hidden_size=768", "model.ffn_size=2048", "model.heads=12", "model.kv_heads=4")
-SHORT = ("algo.warmup_steps=2", "algo.prompts_per_step=8", "algo.responses_per_prompt=2", "algo.num_steps=3")
+SHORT = ("algo.warmup_steps=2", "algo.prompts_per_step=8", "algo.responses_per_prompt=2", "algo.minibatches=2")
+SHORT = (*SHORT, "algo.micro_batch_size=8", "algo.num_steps=3", "algo.heldout_prompts=8")
 SCENARIOS = dict.fromkeys(POLICIES, ("paths", "cycles"))
 SCENARIOS["lean"] = ("paths", "cycles", "wrong_calls", "storages", "backup_overhead", "forward_peaks")
 MIB = 2**20
