@@ -23,11 +23,12 @@ from rich.console import Console
 from trainer import config as configuration
 from trainer.bench import cases, measure
 from trainer.bench.cases import CASES, BenchConfig, BenchRoot, Case, CaseJob
-from trainer.bench.table import NEEDS_GPU, bench_table, document, summarize
+from trainer.bench.table import NEEDS_GPU, bench_table, document, plan_comparison, summarize
 from trainer.config import Config
 from trainer.hints import hint_for
 from trainer.launch import WorkerError, launch
 from trainer.launch_environment import worker_environment
+from trainer.plan.footprint import footprint, plan_rows
 from trainer.report import read_records
 from trainer.report.records import BENCH_FILE
 
@@ -64,6 +65,8 @@ def run(bench: BenchConfig, configs: Mapping[str, Config], directory: Path, cons
             record |= _run_workers(measure.run_case, job, name, directory, console)
             failed |= "error" in record or not record["bits_kept"]
         if "error" not in record:
+            if case.peer is None:
+                record["plan"] = plan_rows(footprint(config, vocab_size=bench.vocab_size))
             record["roofline"] = None if "error" in roofline else roofline
             record["summary"] = summarize(record)
         with (directory / BENCH_FILE).open("a") as file:
@@ -72,6 +75,7 @@ def run(bench: BenchConfig, configs: Mapping[str, Config], directory: Path, cons
         records = [newest[known] for known in CASES if known in newest]
         (directory / TABLE_FILE).write_text(document(records, cases={n: c.meaning for n, c in CASES.items()}))
     console.print(bench_table(records))
+    console.print(plan_comparison(records))
     console.print(f"table: {directory / TABLE_FILE}   all numbers: {directory / BENCH_FILE}", soft_wrap=True)
     return not failed
 
