@@ -150,8 +150,11 @@ class RestoreConfig(Section):
 
 @dataclass
 class MemoryConfig(Section):
+    """``tags``: each rank's weights backuper keeps ``full`` tags, or its data-parallel share of them (``sharded``)."""
+
     actor: RestoreConfig
     critic: RestoreConfig
+    tags: str
     poison: bool
     retain_cpu_backup: bool
     cpu_backup_backend: str

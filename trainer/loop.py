@@ -19,6 +19,7 @@ from trainer import metrics, optimizer, step
 from trainer.algo.advantages import gae, token_rewards
 from trainer.algo.kl import kl_estimate, next_kl_coef
 from trainer.algo.masked import whiten
+from trainer.backup import LazyTensors
 from trainer.checkpoint.state import Checkpoints
 from trainer.config import Config
 from trainer.data import Prompts
@@ -113,7 +114,8 @@ def warm_up(run: Run, outputs: Outputs) -> None:
 
 def start_critic_from(weights: Mapping[str, Tensor], critic: Role) -> None:
     """Give the critic the actor's body; its value head, which no actor has, starts anew (at zero)."""
-    critic.load_weights({name: tensor for name, tensor in weights.items() if ".output_layer." not in name})
+    body = tuple(name for name in weights if ".output_layer." not in name)
+    critic.load_weights(LazyTensors(body, weights.__getitem__))
 
 
 def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: float) -> dict[str, float]:

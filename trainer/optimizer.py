@@ -20,6 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from trainer.config import RoleConfig
 from trainer.models.build import DTYPES
+from trainer.models.param_shards import gather_params
 
 _ALIGNMENT_ELEMENTS = 16  # 64 bytes of fp32: other offsets change the bits of CPU kernels
 _STATE_KEYS = ("exp_avg", "exp_avg_sq")
@@ -157,8 +158,7 @@ def copy_main_to_model_params(optimizer: Any, chunks: list[Any]) -> None:
     """
     for inner in inner_optimizers(optimizer):
         inner._copy_main_params_to_model_params()
-    for chunk in chunks:
-        chunk.start_param_sync(force_sync=True)
+    gather_params(chunks)
 
 
 def set_learning_rate(optimizer: Any, learning_rate: float) -> None:

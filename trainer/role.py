@@ -19,6 +19,7 @@ from trainer.config import Config
 from trainer.memory.regions import MemoryObserver, RoleRegions
 from trainer.memory.saver import Saver
 from trainer.models.build import build_gpt, drop_caches, move_rest, named_tensors, wrap_ddp
+from trainer.models.param_shards import ParamShards
 from trainer.plan import KINDS, Plan
 
 TRAINING = frozenset(KINDS)
@@ -70,7 +71,10 @@ class Role:
         self._trained_since_backup = True
         if name == "actor":
             self.backuper = TensorBackuper.create(
-                source_getter=lambda: named_tensors(self.chunks), single_tag=None, pinned=pinned
+                source_getter=lambda: named_tensors(self.chunks),
+                single_tag=None,
+                pinned=pinned,
+                layout=ParamShards(self.chunks) if config.memory.tags == "sharded" else None,
             )
             self._backup_if_trained()
 

@@ -30,9 +30,11 @@ POLICIES = {
     "none": ("offload=none",),
     "lean": ("memory=lean",),
     "rebuild": ("memory=rebuild",),
+    "sharded": ("memory=lean", "memory.tags=sharded"),
     "rebuild_saver": ("memory=rebuild", "memory.actor.optim_keeper=saver", "memory.critic.optim_keeper=saver"),
 }
 RESUMES = [("lean", "lean"), ("rebuild", "rebuild"), ("lean", "rebuild"), ("rebuild", "none"), ("none", "rebuild_saver")]
+RESUMES += [("sharded", "rebuild"), ("lean", "sharded")]
 PLAIN = ("roles.actor.ddp.use_distributed_optimizer=false", "roles.critic.ddp.use_distributed_optimizer=false")
 
 
@@ -52,10 +54,10 @@ def checkpoint_of(directory: Path, step: int) -> Path:
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_resumed_is_unbroken(nproc, tmp_path):
     configs = {name: config_of(*RUN, f"launch.nproc={nproc}", *overrides) for name, overrides in POLICIES.items()}
-    unbroken = [Case(name, configs[name], tmp_path / name) for name in ("none", "lean", "rebuild")]
+    unbroken = [Case(name, configs[name], tmp_path / name) for name in ("none", "lean", "rebuild", "sharded")]
     resumed = [
         Case(f"{saved}->{used}/{step}", configs[used], tmp_path / f"{saved}_{used}_{step}", checkpoint_of(tmp_path / saved, step))
-        for step, (saved, used) in zip((1, 1, 1, 2, 0), RESUMES, strict=True)
+        for step, (saved, used) in zip((1, 1, 1, 2, 0, 2, 2), RESUMES, strict=True)
     ]
     # No file of more than 100,000 bytes: both saves after step 1 fail, and the run goes on.
     full = Case("full", configs["lean"], tmp_path / "lean", checkpoint_of(tmp_path / "lean", 1), disk_bytes=100_000)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = [
     ["patches"],
     ["trainer.tasks", "trainer.algo", "trainer.report.units", "trainer.report.records", "trainer.launch_environment"],
-    ["trainer.tokenizer", "trainer.limits", "trainer.hf_architecture"],
+    ["trainer.tokenizer", "trainer.limits", "trainer.memory_rules", "trainer.hf_architecture"],
     ["trainer.rules"],
     ["trainer.config"],
     [

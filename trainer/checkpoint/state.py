@@ -96,20 +96,27 @@ class Checkpoints:
 def _write(role: Role, directory: Path) -> dict[str, int]:
     """Write this rank's files of an awake role -> name and size of each, all on disk."""
     rank = distributed.get_rank()
+    tags = {tag: _whole_tag(role, tag) for tag in _further_tags(role)}  # ranks may share them: before any may fail
     shares = list(optimizers.shares(role.optimizer, dict(named_tensors(role.chunks))))
     tensors = {f"{kind}/{share.name}": tensor for share in shares for kind, tensor in share.tensors.items()}
     starts = {"starts": json.dumps({share.name: share.start for share in shares})}
     sizes = _save(directory / f"{role.name}_optimizer_{rank}.safetensors", tensors, starts)
     if rank == 0:  # weights are the same on all ranks
         sizes |= _save(directory / f"{role.name}_weights.safetensors", dict(named_tensors(role.chunks)), {})
-        for tag in _further_tags(role):
-            assert role.backuper is not None
-            sizes |= _save(directory / f"{role.name}_weights_{tag}.safetensors", role.backuper.get(tag), {})
+        for tag, weights in tags.items():
+            sizes |= _save(directory / f"{role.name}_weights_{tag}.safetensors", weights, {})
     return sizes
 
 
 def _further_tags(role: Role) -> list[str]:
     return [tag for tag in role.backuper.backup_tags if tag != role.name] if role.backuper else []
+
+
+def _whole_tag(role: Role, tag: str) -> dict[str, torch.Tensor]:
+    """All tensors of a tag on rank 0, none elsewhere. Collective."""
+    assert role.backuper is not None
+    keeps = distributed.get_rank() == 0
+    return {name: tensor for name, tensor in role.backuper.get(tag).items() if keeps}
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> dict[str, int]:

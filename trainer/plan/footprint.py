@@ -24,6 +24,7 @@ from trainer.plan.layout import (
     parameters,
     rotary_table_bytes,
     round_up,
+    tag_bytes,
 )
 
 ENGINE = "engine"
@@ -149,8 +150,12 @@ def role_bytes(config: Config, role: str, *, vocab_size: int, bucket_size: int |
         kinds=_kinds(found, layouts, distributed_optimizer=ddp.use_distributed_optimizer, table=table)
         | {"optim": optimizer * ITEM_BYTES["fp32"]},
         main_params=main_params * ITEM_BYTES["fp32"],
-        tag=sum(round_up(size, ALIGNMENT_BYTES) for size in (table, *(p.size_bytes for p in found))),
+        tag=tag_bytes(found, layouts, table_bytes=table, data_parallel=_ranks_that_share_tags(config)),
     )
+
+
+def _ranks_that_share_tags(config: Config) -> int | None:
+    return config.data_parallel_size if config.memory.tags == "sharded" else None
 
 
 def _kinds(
@@ -174,7 +179,8 @@ def _role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> I
             continue
         size = sizes.kinds[row.kind]
         copy = size if row.saver_backup else 0
-        lasting = sizes.tag if own_tag_restores and row.kind == own_tag_kind else 0
+        holds_tag = own_tag_restores and row.kind == own_tag_kind
+        lasting = sizes.tag if holds_tag else 0
         if row.keeper == "arena":
             lasting += round_up(size, ALIGNMENT_BYTES)
         yield Holding(
@@ -182,7 +188,7 @@ def _role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> I
             row.kind,
             row.keeper,
             row.flag,
-            row.note,
+            _joined(row.note, _share_note(config)) if holds_tag else row.note,
             train_bytes=size,
             forward_bytes=size if _awake_for_forward(plan, row) else 0,
             asleep_bytes=0 if plan.sleeps else size,
@@ -190,13 +196,25 @@ def _role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> I
             host_asleep_bytes=lasting + copy,
         )
     if keeps_own_tag and not own_tag_restores:
-        yield _tag_holding(role, role, sizes)
+        yield _tag_holding(config, role, role, sizes)
     if role == "actor":
-        yield _tag_holding(role, "ref", sizes)
+        yield _tag_holding(config, role, "ref", sizes)
 
 
-def _tag_holding(role: str, tag: str, sizes: RoleBytes) -> Holding:
-    note = "the reference model" if tag == "ref" else "kept for switching back from other tags"
+def _share_note(config: Config) -> str:
+    ranks = _ranks_that_share_tags(config)
+    if ranks is None:
+        return ""
+    return f"each rank keeps 1/{ranks}" if ranks > 1 else "one rank alone keeps all of it"
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)
+
+
+def _tag_holding(config: Config, role: str, tag: str, sizes: RoleBytes) -> Holding:
+    what = "the reference model" if tag == "ref" else "kept for switching back from other tags"
+    note = _joined(what, _share_note(config))
     return Holding(
         role, f"weights/{tag}", "backuper", note=note, host_awake_bytes=sizes.tag, host_asleep_bytes=sizes.tag
     )
