@@ -83,8 +83,9 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
     for step_number in range(record["step"] + 1, settings.num_steps + 1):
         record = {"step": step_number, **ppo_step(run, step_number, schedules=schedules, kl_coef=kl_coef)}
         kl_coef = _next_kl_coef(run.config, kl_coef, record["kl"])
-        if step_number == settings.num_steps:
+        if step_number == settings.num_steps or (checkpoints and checkpoints.needs_accuracy(step_number)):
             record["heldout_accuracy"] = evaluate(run, at_step=step_number)
+        if step_number == settings.num_steps:
             record |= _weights_sha256(run, step_number)
         record |= phases.end_step()
         _report(outputs, record)

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -105,6 +105,19 @@ class OptimizerState:
     flat: torch.Tensor
     main_params: tuple[tuple[torch.Tensor, int], ...]
     main_size: int
+
+    def share_in(self, flat: torch.Tensor, share: Share, *, weights: Mapping[str, torch.Tensor]) -> Share:
+        """``share`` with its tensors taken from ``flat`` [n], the state itself or a copy of it; a parameter that is its
+        own main param, and so not in the state, from ``weights``."""
+        storage = self.flat.untyped_storage().data_ptr()
+
+        def found(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.untyped_storage().data_ptr() != storage:
+                return weights[share.name].detach().view(-1)
+            start = tensor.storage_offset() - self.flat.storage_offset()
+            return flat[start : start + tensor.numel()]
+
+        return replace(share, tensors={kind: found(tensor) for kind, tensor in share.tensors.items()})
 
     @contextmanager
     def main_params_from(self, host_state: torch.Tensor) -> Iterator[None]:

@@ -133,6 +133,25 @@ class Role:
         finally:
             self.sleep()
 
+    @contextmanager
+    def readable(self) -> Iterator[tuple[Mapping[str, torch.Tensor], list[optimizers.Share]]]:
+        """(weights, this rank's shares of the optimizer state) as the last step left them, valid inside; asleep after.
+
+        What host memory holds of a sleeping role is read there, and only the rest wakes up. Weights that ranks share
+        are gathered when they are asked for (see :meth:`TensorBackuper.get`).
+        """
+        flat, weights = self._regions.host_optimizer_state, None
+        if self.backuper is not None and self.name in self.backuper.backup_tags and self.is_asleep("rest"):
+            weights = self.backuper.get(self.name)
+        try:
+            self.wake_up(kinds=(FORWARD if weights is None else set()) | ({"optim"} if flat is None else set()))
+            own = dict(named_tensors(self.chunks))
+            found, flat = own if weights is None else weights, self._state.flat if flat is None else flat
+            shares = optimizers.shares(self.optimizer, own)
+            yield found, [self._state.share_in(flat, share, weights=found) for share in shares]
+        finally:
+            self.sleep()
+
     def switch_to(self, tag: str) -> None:
         """Put the weights of ``tag`` into the awake parameters, e.g. "ref" and back to "actor"."""
         self.require(FORWARD)

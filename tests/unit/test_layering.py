@@ -30,7 +30,7 @@ LAYERS = [
     ["trainer.models"],
     ["trainer.optimizer", "trainer.rollout"],
     ["trainer.role"],
-    ["trainer.data", "trainer.metrics", "trainer.step", "trainer.checkpoint.state"],
+    ["trainer.data", "trainer.metrics", "trainer.step", "trainer.checkpoint.state", "trainer.checkpoint.writing"],
     ["trainer.report"],
     ["trainer.loop"],
     ["trainer.worker", "trainer.launch", "trainer.jobs"],
