@@ -170,6 +170,25 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_policies_that_do():
         check_fits(limited("memory=lean", host_memory_gib=30.0), vocab_size=VOCABULARY)
 
 
+def test_a_checkpoint_written_in_the_background_is_a_copy_in_host_memory():
+    async_save = ("checkpoint.async_save=true", "checkpoint.every_steps=1")
+    for ranks in (1, 4):  # which share the optimizer state; weights come once
+        common = (*BENCH, f"launch.nproc={ranks}", "algo.micro_batch_size=1")
+        without, found = plan_of(*common, async_save[1]), plan_of(*common, *async_save)
+        assert (found.holdings, found.moments) == (without.holdings, without.moments)
+        added = found.node_host_peak_bytes - without.node_host_peak_bytes
+        assert added == found.node_checkpoint_bytes
+        actor, critic = found.parameter_counts["actor"], found.parameter_counts["critic"]
+        assert added == pytest.approx((12 + 2 + 2) * actor + (12 + 2) * critic, rel=1e-3), ranks
+    assert plan_of(*BENCH, async_save[0]).node_checkpoint_bytes == 0  # no checkpoints
+    plain = tuple(f"roles.{role}.ddp.use_distributed_optimizer=false" for role in ("actor", "critic"))
+    found = plan_of(*BENCH, *async_save, *plain, "model.dtype=fp32")
+    counts = found.parameter_counts
+    assert found.node_checkpoint_bytes == pytest.approx(
+        (12 + 4 + 4) * counts["actor"] + 16 * counts["critic"], rel=1e-3
+    )
+
+
 def test_shared_tags_are_among_what_would_fit():
     # Per rank and actor parameter: 12/2 of optimizer state and 2 or 2/2 each for the actor's tag and the reference.
     two = ("launch.nproc=2", "algo.micro_batch_size=1")

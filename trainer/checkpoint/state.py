@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -156,7 +156,7 @@ class Checkpoints:
             return {f"tokenizer/{path.relative_to(temporary)}": path.read_bytes() for path in paths}
 
 
-def _files(roles: Roles) -> Iterator[list[File]]:
+def _files(roles: Roles) -> Generator[list[File], None, None]:
     """This rank's files of each role, whose tensors may be read until the next role's are asked for; it is asleep then.
 
     Collective, since ranks may share weights.

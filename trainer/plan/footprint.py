@@ -38,12 +38,14 @@ class RoleBytes:
         kinds: buffer kind of :mod:`trainer.plan` -> device bytes while awake.
         main_params: the part of ``optim`` that holds main params.
         tag: host bytes of one weights tag.
+        weights: of all tensors that a forward pass reads.
     """
 
     parameter_count: int
     kinds: dict[str, int]
     main_params: int
     tag: int
+    weights: int
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Footprint:
 
     Attributes:
         host_is_device: the platform is the CPU, so what lies "on the device" lies in host memory too.
+        node_checkpoint_bytes: host bytes, on the node, of a checkpoint that is written while the run goes on.
     """
 
     ranks: int
@@ -96,6 +99,7 @@ class Footprint:
     parameter_counts: dict[str, int]
     holdings: tuple[Holding, ...]
     moments: tuple[Moment, ...]
+    node_checkpoint_bytes: int
 
     def of_role(self, role: str) -> tuple[Holding, ...]:
         return tuple(holding for holding in self.holdings if holding.role == role)
@@ -112,7 +116,8 @@ class Footprint:
     @property
     def node_host_peak_bytes(self) -> int:
         """Of all ranks together."""
-        return self.ranks * max(m.host_bytes + self.host_is_device * m.device_bytes for m in self.moments)
+        peak = max(m.host_bytes + self.host_is_device * m.device_bytes for m in self.moments)
+        return self.ranks * peak + self.node_checkpoint_bytes
 
 
 def footprint(config: Config, *, vocab_size: int) -> Footprint:
@@ -127,7 +132,21 @@ def footprint(config: Config, *, vocab_size: int) -> Footprint:
         parameter_counts={role: sizes.parameter_count for role, sizes in roles.items()},
         holdings=tuple(holdings),
         moments=tuple(_moments(config, plan, holdings, roles)),
+        node_checkpoint_bytes=_checkpoint_bytes(config, roles),
     )
+
+
+def _checkpoint_bytes(config: Config, roles: dict[str, RoleBytes]) -> int:
+    """The copy of ``checkpoint.async_save``: every rank's shares of the optimizer state, and once all weights, the
+    reference's too."""
+    if config.checkpoint.every_steps is None or not config.checkpoint.async_save:
+        return 0
+    size = 0
+    for role, sizes in roles.items():
+        own_main = sizes.weights if sizes.main_params == 0 else 0  # fp32 parameters that are their own main params
+        size += config.launch.nproc * (sizes.kinds["optim"] + own_main)
+        size += sizes.weights * (2 if role == "actor" else 1)
+    return size
 
 
 def role_bytes(config: Config, role: str, *, vocab_size: int, bucket_size: int | None = None) -> RoleBytes:
@@ -151,6 +170,7 @@ def role_bytes(config: Config, role: str, *, vocab_size: int, bucket_size: int |
         | {"optim": optimizer * ITEM_BYTES["fp32"]},
         main_params=main_params * ITEM_BYTES["fp32"],
         tag=tag_bytes(found, layouts, table_bytes=table, data_parallel=_ranks_that_share_tags(config)),
+        weights=table + sum(parameter.size_bytes for parameter in found),
     )
 
 
