@@ -13,6 +13,7 @@ from tests.composing import SMALL, config_of
 from tests.megatron_world import one_rank_world
 from trainer import optimizer, step
 from trainer.config import Config
+from trainer.memory.arena import HostArenas
 from trainer.memory.saver import make_saver
 from trainer.models.build import named_tensors
 from trainer.plan import make_plan
@@ -44,7 +45,13 @@ def small_config(*overrides: str) -> Config:
     return config_of(*SMALL, *overrides)
 
 
-def make_role(name: str, *overrides: str, events: list[dict[str, Any]] | None = None, seed: int = 1) -> Role:
+def make_role(
+    name: str,
+    *overrides: str,
+    events: list[dict[str, Any]] | None = None,
+    seed: int = 1,
+    arenas: HostArenas | None = None,
+) -> Role:
     """An awake role; a critic's value head, which starts at zero, gets random weights, so that its body learns too."""
     config = small_config(*overrides)
     role = Role(
@@ -55,7 +62,7 @@ def make_role(name: str, *overrides: str, events: list[dict[str, Any]] | None = 
         vocab_size=VOCAB_SIZE,
         seed=seed,
         observer=([] if events is None else events).append,
-        pinned=False,
+        arenas=arenas or HostArenas(pinned=False),
     )
     if name == "critic":
         head = dict(named_tensors(role.chunks))["chunk0.output_layer.weight"]

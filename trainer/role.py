@@ -16,6 +16,7 @@ import torch
 from trainer import optimizer as optimizers
 from trainer.backup import TensorBackuper
 from trainer.config import Config
+from trainer.memory.arena import HostArenas
 from trainer.memory.regions import MemoryObserver, RoleRegions
 from trainer.memory.saver import Saver
 from trainer.models.build import build_gpt, drop_caches, move_rest, named_tensors, wrap_ddp
@@ -40,7 +41,7 @@ class Role:
         vocab_size: int,
         seed: int,
         observer: MemoryObserver,
-        pinned: bool,
+        arenas: HostArenas,
     ) -> None:
         self.name, self.config = name, config.roles[name]
         self._plan, self._regions = plan, RoleRegions(name, plan=plan, saver=saver, observer=observer)
@@ -64,7 +65,7 @@ class Role:
         self.optimizer, self._state = optimizers.build_optimizer(
             self.chunks, self.config, region=self._regions.region("optim")
         )
-        self._regions.keep_in_arena(self._state.flat, pinned=pinned)
+        self._regions.keep_in_arena(self._state.flat, arenas=arenas)
         self._set_param_hooks(enabled=False)
         self.backuper: TensorBackuper | None = None
         self._active_tag: str | None = name
@@ -73,10 +74,11 @@ class Role:
             self.backuper = TensorBackuper.create(
                 source_getter=lambda: named_tensors(self.chunks),
                 single_tag=None,
-                pinned=pinned,
+                pinned=arenas.pinned,
                 layout=ParamShards(self.chunks) if config.memory.tags == "sharded" else None,
             )
             self._backup_if_trained()
+        self._regions.prepare_sleep()
 
     # ---- sleep and wake-up -------------------------------------------------------------------------------------
 
@@ -163,12 +165,12 @@ class Role:
 
     def _switch_model(self, tag: str) -> None:
         """Restore ``tag``, even if it is the active one: after a wake-up the parameters may hold anything."""
-        if tag == self.name and (self.backuper is None or self._rebuilds):
-            if self._rebuilds:
+        if tag == self.name and self._rebuilds:
+            with self._regions.restoring(self._weights_kind):
                 self._rebuild_params()
-        else:
-            assert self.backuper is not None
-            self.backuper.restore(tag)
+        elif self.backuper is not None:
+            with self._regions.restoring(self._weights_kind):
+                self.backuper.restore(tag)
         self._active_tag = tag
 
     def _rebuild_params(self) -> None:
@@ -193,10 +195,15 @@ class Role:
 
     def _backuper_bytes(self) -> dict[str, int]:
         """Buffer kind -> host bytes that the backuper keeps in its stead."""
-        kind = "param" if self.config.ddp.use_distributed_optimizer else "rest"
+        kind = self._weights_kind
         if self.backuper is None or self._plan.row(self.name, kind).keeper != "backuper":
             return {}
         return {kind: self.backuper.bytes_of(self.name)}
+
+    @property
+    def _weights_kind(self) -> str:
+        """The buffer kind in which most parameters lie."""
+        return "param" if self.config.ddp.use_distributed_optimizer else "rest"
 
     def _record_extra_tags(self) -> None:
         """Record the host bytes of backups beside the one that restores the role's own parameters."""

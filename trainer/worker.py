@@ -12,7 +12,7 @@ from trainer import platform
 from trainer.checkpoint import folder
 from trainer.config import Config, to_plain
 from trainer.plan import make_plan
-from trainer.plan.footprint import footprint, plan_rows
+from trainer.plan.footprint import arena_sizes_bytes, footprint, plan_rows
 from trainer.rules import make_task
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def run(job: Job) -> dict[str, Any]:
             outputs = Outputs(records, stack.enter_context(Progress(job.config.algo.num_steps)), log)
             write = records.memory
         phases = Phases(write, gpu=job.config.platform.name == "cuda")
+        phases.ledger("baseline", step=done or 0)
         with phases.phase("build", step=done or 0):
             parts = build(job.config, phases)
         note = outputs.progress.note if outputs.progress else _discard
@@ -61,6 +62,7 @@ def run(job: Job) -> dict[str, Any]:
         )
         result = train(parts, outputs, checkpoints=checkpoints)
         checkpoints.finish()
+        phases.ledger("asleep", step=result["step"])
         if job.config.export_hf:
             export(parts, job.directory / "hf_model" if is_writer else None)
     if is_writer:
@@ -105,6 +107,7 @@ def build(config: Config, phases: Phases) -> LoopRun:
     from trainer.data import Prompts
     from trainer.distributed import seed_for
     from trainer.loop import Run
+    from trainer.memory.arena import HostArenas
     from trainer.memory.saver import make_saver
     from trainer.models.hf_bridge import from_hf
     from trainer.models.hf_files import SafetensorsFolder
@@ -114,9 +117,11 @@ def build(config: Config, phases: Phases) -> LoopRun:
 
     task = make_task(config)
     tokenizer = load_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
-    prompts = Prompts(config, task=task, tokenizer=tokenizer)
     saver = make_saver(config)
     plan = make_plan(config)
+    arenas = HostArenas(pinned=config.platform.name == "cuda" and config.offload.train)
+    arenas.reserve(arena_sizes_bytes(footprint(config, vocab_size=len(tokenizer))))
+    prompts = Prompts(config, task=task, tokenizer=tokenizer)
     paths = starting_points(config)
     roles = {}
     for name in ("actor", "critic"):
@@ -128,7 +133,7 @@ def build(config: Config, phases: Phases) -> LoopRun:
             vocab_size=config.roles[name].model.embedding_rows(len(tokenizer)),
             seed=seed_for(config.seed, f"init/{name}"),
             observer=phases.observe,
-            pinned=config.platform.name == "cuda" and config.offload.train,
+            arenas=arenas,
         )
         if name in paths:
             state = SafetensorsFolder(Path(paths[name]))

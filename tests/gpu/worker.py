@@ -1,7 +1,10 @@
-"""Scenarios that need the real torch_memory_saver; each runs in a fresh worker and returns plain numbers."""
+"""Scenarios that need the real torch_memory_saver. One fresh worker builds a run and plays several; each returns plain
+numbers, which the tests judge. (They also run on a CPU, where the GPU's figures are the process's.)"""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -9,169 +12,195 @@ import torch
 
 from trainer import platform
 from trainer.config import Config
+from trainer.memory.ledger import sample_memory
+from trainer.phases import Phases
 
 GIB = 2**30
 
 
-def run_scenario(payload: tuple[str, Config]) -> dict[str, Any]:
-    """Set up the platform and run the scenario of that name."""
-    name, config = payload
+def run_scenarios(payload: tuple[tuple[str, ...], Config, Path]) -> dict[str, Any]:
+    """Name -> result of each scenario, played in this order on one run."""
+    names, config, directory = payload
     platform.set_up(config)
     platform.set_up_process_groups(config)
-    return SCENARIOS[name](config)
+    from trainer import worker
+
+    phases = AsleepPhases(config)
+    before = sample_memory()
+    run = worker.build(config, phases)
+    results: dict[str, Any] = {"baseline": before}
+    for name in names:
+        results[name] = SCENARIOS[name](run, directory)
+    return results
 
 
-def _roles(config: Config) -> tuple[Any, Any]:
-    from trainer.memory.saver import make_saver
-    from trainer.plan import make_plan
-    from trainer.role import Role
+class AsleepPhases(Phases):
+    """Takes down what the GPU holds at the end of every phase that leaves all models asleep, caches given back."""
 
-    saver, plan = make_saver(config), make_plan(config)
-    roles = [
-        Role(name, config, plan=plan, saver=saver, vocab_size=512, seed=seed, observer=_ignore, pinned=saver.sleeps)
-        for seed, name in enumerate(("actor", "critic"))
-    ]
-    return roles[0], roles[1]
+    def __init__(self, config: Config) -> None:
+        self.records: list[dict[str, Any]] = []
+        super().__init__(self.records.append, gpu=config.platform.name == "cuda")
+        self.used_bytes: dict[tuple[int, str], int] = {}
+
+    @contextmanager
+    def phase(self, name: str, *, step: int) -> Iterator[None]:
+        with super().phase(name, step=step):
+            yield
+        if name != "sync":  # it ends with the engine awake
+            self.used_bytes[step, name] = _used_bytes()
 
 
-def _ignore(event: dict[str, Any]) -> None:
-    pass
+def _used_bytes() -> int:
+    sample = sample_memory()
+    used = sample["gpu_used_bytes"]
+    return sample["rss_bytes"] or 0 if used is None else used
 
 
-def _train_once(role: Any) -> None:
-    tokens = torch.randint(0, 512, (2, 16), device="cuda")
-    positions = torch.arange(16, device="cuda").expand_as(tokens)
+def _checksums(role: Any) -> list[int]:
+    from trainer.bench.measure import state_checksums
+
+    return state_checksums(role)
+
+
+def _train_once(role: Any, *, factor: float = 1.0) -> bool:
+    """An optimizer step on noise times ``factor`` -> whether it was taken."""
+    device = torch.cuda.current_device()
+    tokens = torch.randint(0, 64, (2, 16), device=device)
+    positions = torch.arange(16, device=device).expand_as(tokens)
     with role.training():
-        role.chunks[0](tokens, positions, None).float().square().mean().backward()
+        (role.chunks[0](tokens, positions, None).float().square().mean() * factor).backward()
         role.chunks[0].finish_grad_sync()
-    role.step()
+    return role.step()[0]
 
 
-def _gpu_used_bytes() -> int:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+def paths(run: Any, directory: Path) -> dict[str, Any]:
+    """What the GPU holds after every phase of three steps with checkpoints, and after steps that go wrong."""
+    from trainer.checkpoint.state import Checkpoints
+    from trainer.loop import Outputs, train
+
+    checkpoints = Checkpoints(run.config, directory, resume_from=None, note=print)
+    train(run, Outputs(None, None, None), checkpoints=checkpoints)
+    used = {f"step {step}, {name}": size for (step, name), size in run.phases.used_bytes.items() if step >= 2}
+    with run.critic.awake():
+        updated = _train_once(run.critic, factor=float("inf"))
+    used["a step without an update"] = _used_bytes()
+    try:
+        with run.actor.awake():
+            raise KeyError("a failing step")
+    except KeyError:
+        used["an exception"] = _used_bytes()
+    return {"used": used, "updated": updated, "asleep": sample_memory(), "records": run.phases.records}
 
 
-def _weights(role: Any) -> dict[str, torch.Tensor]:
-    from trainer.models.build import named_tensors
-
-    return {name: tensor.detach().clone() for name, tensor in named_tensors(role.chunks)}
-
-
-def cycles(config: Config) -> dict[str, Any]:
-    """Ten sleep and wake-up cycles of both roles, each with an optimizer step in between."""
-    actor, critic = _roles(config)
+def cycles(run: Any, directory: Path) -> dict[str, Any]:
+    """Ten cycles of sleep and wake-up of both roles, each with an optimizer step in between."""
+    roles = (run.actor, run.critic)
+    for role in roles:
+        role.wake_up()
     asleep_gpu, asleep_rss, kept = [], [], []
     for _ in range(10):
-        for role in (actor, critic):
-            before = role.weights_sha256()
+        for role in roles:
+            before = _checksums(role)
             role.sleep()
             role.wake_up()
-            kept.append(role.weights_sha256() == before)
+            kept.append(_checksums(role) == before)
             _train_once(role)
-        actor.sleep()
-        critic.sleep()
-        asleep_gpu.append(_gpu_used_bytes())
+        for role in roles:
+            role.sleep()
+        asleep_gpu.append(_used_bytes())
         asleep_rss.append(psutil.Process().memory_info().rss)
-        actor.wake_up()
-        critic.wake_up()
-    parameters = actor.parameter_count() + critic.parameter_count()
-    return {"kept": kept, "asleep_gpu": asleep_gpu, "asleep_rss": asleep_rss, "parameters": parameters}
+        for role in roles:
+            role.wake_up()
+    for role in roles:
+        role.sleep()
+    return {"kept": kept, "asleep_gpu": asleep_gpu, "asleep_rss": asleep_rss}
 
 
-def wrong_calls(config: Config) -> dict[str, Any]:
-    """Sleep twice, wake twice, wake first, allocate while asleep, no room: errors or no-ops, never a dead process."""
-    actor, critic = _roles(config)
+def wrong_calls(run: Any, directory: Path) -> dict[str, Any]:
+    """Sleep twice, wake twice, work asleep, allocate while asleep, no room: errors or no-ops, never a dead process."""
+    actor, critic = run.actor, run.critic
+    actor.wake_up()
     critic.wake_up()
-    digest = actor.weights_sha256()
+    actor_before, critic_before = _checksums(actor), _checksums(critic)
     actor.sleep()
     actor.sleep()
     errors = []
-    for action in (actor.switch_to, actor.require):
+    for action in (lambda: actor.switch_to("ref"), lambda: actor.require(("param",))):
         try:
-            action("ref") if action == actor.switch_to else action(("param",))
+            action()
         except RuntimeError as error:
             errors.append(str(error))
-    free, _ = torch.cuda.mem_get_info()
-    hog = torch.empty(free - GIB // 4, dtype=torch.uint8, device="cuda")
-    critic_digest = critic.weights_sha256()
-    try:
-        actor.wake_up()
-    except MemoryError as error:
-        errors.append(str(error))
-    del hog
-    torch.cuda.empty_cache()
-    made_while_asleep = torch.ones(1 << 20, device="cuda")
+    if torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info()
+        hog = torch.empty(free - GIB // 16, dtype=torch.uint8, device="cuda")
+        try:
+            actor.wake_up()
+        except MemoryError as error:
+            errors.append(str(error))
+        del hog
+        torch.cuda.empty_cache()
+    made_while_asleep = torch.ones(1 << 20, device=torch.cuda.current_device())
     actor.wake_up()
     actor.wake_up()
-    return {
-        "errors": errors,
-        "kept": actor.weights_sha256() == digest and critic.weights_sha256() == critic_digest,
-        "other": float(made_while_asleep.sum()),
-    }
+    kept = _checksums(actor) == actor_before and _checksums(critic) == critic_before
+    actor.sleep()
+    critic.sleep()
+    return {"errors": errors, "kept": kept, "other": float(made_while_asleep.sum())}
 
 
-def every_path(config: Config) -> dict[str, Any]:
-    """GPU bytes in use while both roles sleep, after every path that wakes somebody."""
-    actor, critic = _roles(config)
-    _train_once(actor)
-    _train_once(critic)
-    used = {}
-
-    def asleep(path: str) -> None:
-        actor.sleep()
-        critic.sleep()
-        used[path] = _gpu_used_bytes()
-
-    asleep("init")
-    with actor.awake():
-        _train_once(actor)
-        actor.backup()
-    asleep("train")
-    with actor.awake(kinds={"param"}):
-        own = _weights(actor)
-        actor.copy_to_tag("ref")
-        actor.switch_to("ref")
-        used["ref_differs"] = sum(not torch.equal(tensor, own[name]) for name, tensor in _weights(actor).items())
-    asleep("switch")
-    with critic.awake():
-        tokens = torch.zeros(1, 8, dtype=torch.long, device="cuda")
-        with critic.training():
-            critic.chunks[0](tokens, tokens, None).float().mul(float("inf")).sum().backward()
-            critic.chunks[0].finish_grad_sync()
-        updated, _ = critic.step()
-        used["failed_step_updated"] = updated
-    asleep("failed step")
-    try:
-        with actor.awake():
-            raise KeyError("a failing step")
-    except KeyError:
-        pass
-    asleep("exception")
-    return used
-
-
-def storages(config: Config) -> dict[str, Any]:
-    """Bytes of every CUDA storage over 1 MiB that lies in no region, with both roles awake."""
+def storages(run: Any, directory: Path) -> dict[str, Any]:
+    """Bytes of every CUDA storage over 1 MiB that lies in no region, with all models awake."""
     import torch_memory_saver
 
-    actor, critic = _roles(config)
-    _train_once(actor)
-    _train_once(critic)
+    run.actor.wake_up()
+    run.critic.wake_up()
     pools = torch_memory_saver.torch_memory_saver._impl._mem_pools.values()
     segments = [(s["address"], s["address"] + s["total_size"]) for pool in pools for s in pool.snapshot()]
     uncovered = {}
+    gc.collect()
     for tensor in (item for item in gc.get_objects() if isinstance(item, torch.Tensor) and item.is_cuda):
         storage = tensor.untyped_storage()
         covered = any(start <= storage.data_ptr() < end for start, end in segments)
         if storage.nbytes() > 2**20 and not covered:
             uncovered[str(storage.data_ptr())] = storage.nbytes()
-    return {"uncovered": uncovered, "roles": [actor.name, critic.name], "segments": len(segments)}
+    run.actor.sleep()
+    run.critic.sleep()
+    return {"uncovered": uncovered, "segments": len(segments)}
 
 
-SCENARIOS: dict[str, Callable[[Config], dict[str, Any]]] = {
-    scenario.__name__: scenario for scenario in (cycles, wrong_calls, every_path, storages)
+def backup_overhead(run: Any, directory: Path) -> dict[str, float]:
+    """Host memory that one more weights tag takes, over the bytes of its tensors: by its own count and by PSS."""
+    from trainer.models.build import named_tensors
+
+    with run.actor.awake():
+        tensor_bytes = sum(tensor.nbytes for _, tensor in named_tensors(run.actor.chunks))
+        before = sample_memory()["pss_bytes"]
+        run.actor.copy_to_tag("another")
+        after = sample_memory()["pss_bytes"]
+    assert before is not None
+    assert after is not None
+    counted = run.actor.backuper.bytes_of("another")
+    run.actor.backuper.drop("another")
+    return {"tensor_bytes": tensor_bytes, "counted_bytes": counted, "pss_bytes": after - before}
+
+
+def forward_peaks(run: Any, directory: Path) -> list[int]:
+    """Peak bytes allocated by forward-only passes over 2 and over 32 micro-batches of the same shape."""
+    from trainer import step
+
+    peaks = []
+    with run.actor.awake(kinds=("param",)):
+        for rows in (16, 256):
+            tokens = torch.randint(0, 64, (rows, 64), device=torch.cuda.current_device())
+            batch = {"tokens": tokens, "response_mask": torch.ones_like(tokens[:, 1:], dtype=torch.bool)}
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            start = torch.cuda.memory_allocated()
+            step.log_probs(run.actor, batch, temperature=1.0, vocab_size=run.vocab_size, micro_batch_size=8)
+            peaks.append(torch.cuda.max_memory_allocated() - start)
+    return peaks
+
+
+SCENARIOS: dict[str, Callable[[Any, Path], Any]] = {
+    scenario.__name__: scenario for scenario in (paths, cycles, wrong_calls, storages, backup_overhead, forward_peaks)
 }

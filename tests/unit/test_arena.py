@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from trainer.memory.arena import HostArena
+from trainer.memory.arena import HostArena, HostArenas
 
 MIB = 1 << 20
 
@@ -60,3 +60,13 @@ def test_memory_comes_with_the_arena_and_goes_with_its_last_piece():
     assert piece.sum().item() == 16 * MIB
     del piece
     assert rss_mib() - before == pytest.approx(0, abs=2)
+
+
+def test_an_arena_of_the_size_reserved_is_taken_once_and_others_are_made_when_asked_for():
+    arenas = HostArenas(pinned=False)
+    arenas.reserve({"actor/optim": 64, "critic/optim": 128})
+    reserved = arenas._reserved["actor/optim"]
+    assert arenas.take("actor/optim", 64) is reserved
+    assert arenas.take("actor/optim", 64) is not reserved
+    assert arenas.take("critic/optim", 192).size_bytes == 192
+    assert not arenas._reserved

@@ -29,7 +29,7 @@ from trainer.report import (
 from trainer.report.memory import timeline
 from trainer.report.units import byte_unit, format_bytes, time_unit
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 PARAMETERS = MIB  # per role, so that bytes per parameter are MiB
 REGIONS = {  # (role, kind): (keeper, flag, MiB released, MiB backed up)
     ("actor", "param"): ("backuper", True, 2, 2),
@@ -222,6 +222,37 @@ def test_final_tables_equal_hand_computed_numbers(run_directory: Path) -> None:
 
     assert phases.rows == [("rollout", "3.000", "9.00", "81.8%"), ("train_actor", "0.667", "2.00", "18.2%")]
     assert phases.totals == [("step", "3.667", "11.00", "100.0%")]
+
+
+def moment(name: str, **gib: float) -> dict[str, object]:
+    return {"step": 0, "phase": "report", "moment": name, **{f"{key}_bytes": int(v * GIB) for key, v in gib.items()}}
+
+
+def test_the_ledger_adds_up_owners_and_shows_what_they_leave_unexplained() -> None:
+    slept = [
+        {"role": "actor", "kind": kind, "state": "asleep", "keeper": keeper, "seconds": 0.1, "flag": None}
+        | {"step": 0, "phase": "build", "released_bytes": int(freed * GIB), "backup_bytes": int(kept * GIB)}
+        for kind, keeper, freed, kept in (("param", "saver", 2, 2), ("grad", "none", 4, 0), ("optim", "arena", 12, 12))
+    ]
+    plan = [plan_row("actor", kind, "", None, "", 0, int(kept * GIB)) for kind, kept in (("param", 1.5), ("optim", 12))]
+    before = moment("baseline", pss=1, gpu_used=0.5, gpu_reserved=0)
+    after = moment("asleep", pss=16, gpu_used=1.5, gpu_reserved=18.25)
+    memory = [before, *slept, after]
+    (table,) = (t for t in final_tables([], memory, plan=plan) if t.title.startswith("Who holds what while everything"))
+    assert table.columns == ("owner", "what", "host", "of it slack", "GPU")
+    assert table.rows == [
+        ("process", "before anything was built", "1.000", "", "0.500"),
+        ("saver", "actor param", "2.000", "0.500", ""),
+        ("arena", "actor optim", "12.000", "0.000", ""),
+        ("torch", "blocks outside the regions", "0.000", "", "0.250"),
+    ]
+    assert table.totals == [
+        ("sum", "", "15.000", "", "0.750"),
+        ("measured", "PSS, GPU memory in use", "16.000", "", "1.500"),
+        ("unexplained", "6.2% of the host's", "1.000", "", "0.750"),
+    ]
+    assert timeline(memory) == []
+    assert not any(t.title.startswith("Who holds") for t in final_tables([], [before, *slept], plan=plan))
 
 
 def test_the_last_sleep_of_a_region_counts(run_directory: Path) -> None:

@@ -18,15 +18,18 @@ from tests.roles import (
     make_role,
     one_thread_world,
     same_weights,
+    small_config,
     train,
     weights_of,
 )
 from trainer import step
 from trainer.backup import TensorBackuper
 from trainer.loop import start_critic_from
+from trainer.memory.arena import HostArena, HostArenas
 from trainer.models.build import named_tensors
 from trainer.optimizer import inner_optimizers
 from trainer.plan import KINDS
+from trainer.plan.footprint import arena_sizes_bytes, footprint
 from trainer.role import FORWARD, Role
 
 MIB = 1 << 20
@@ -83,7 +86,7 @@ def test_waking_first_sleeping_twice_and_waking_twice_are_no_ops():
     assert len(events) == len(asleep)
     role.wake_up()
     role.wake_up()
-    assert [event["state"] for event in events] == ["asleep"] * 4 + ["awake"] * 4
+    assert [event["state"] for event in events] == ["asleep"] * 4 + ["awake"] * 4 + ["restored"]
     assert role.weights_sha256() == expected
 
 
@@ -305,6 +308,21 @@ def test_main_params_that_sleep_are_read_from_their_host_copy_or_not_at_all():
         assert same_weights(weights_of(role), trained)
         role.wake_up()
         assert role.weights_sha256() == expected
+
+
+def test_arenas_reserved_before_a_role_is_built_have_the_size_that_it_needs():
+    config = small_config("memory=rebuild")
+    arenas = HostArenas(pinned=False)
+    arenas.reserve(arena_sizes_bytes(footprint(config, vocab_size=VOCAB_SIZE)))
+    reserved = dict(arenas._reserved)
+    assert reserved.keys() == {"actor/optim", "critic/optim"}
+    for name in ("actor", "critic"):
+        fresh_saver()
+        role = make_role(name, "memory=rebuild", arenas=arenas)
+        role.sleep()
+        flat = role._state.flat
+        assert reserved[f"{name}/optim"].size_bytes == HostArena.bytes_needed([flat])
+        assert role._regions.host_optimizer_state.data_ptr() == reserved[f"{name}/optim"]._flat.data_ptr()
 
 
 CHANGES = {"none": lambda role: None, "train": train, "load": lambda role: role.load_weights(weights_of(role))}

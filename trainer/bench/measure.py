@@ -6,30 +6,24 @@ with several ranks, after a barrier), around ``sleep()`` and ``wake_up()`` as a 
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
-import gc
-import hashlib
 import platform as host_platform
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
-import psutil
 import torch
 from torch import distributed
 
 from trainer import platform
 from trainer.bench.cases import CaseJob
+from trainer.memory.ledger import sample_memory
 from trainer.plan import make_plan
 
 ROLES = ("actor", "critic")
 _COPY_REPEATS = 5
-_DIGEST_THREADS = 8
-_DIGEST_PIECE_BYTES = 1 << 26
+_CHECKSUM_PIECE_WORDS = 1 << 25
 
 
 def run_case(job: CaseJob) -> dict[str, Any]:
@@ -41,7 +35,7 @@ def run_case(job: CaseJob) -> dict[str, Any]:
     for role in roles:
         _step_on_noise(role, seed=job.config.seed)
     torch.cuda.empty_cache()
-    before = [state_sha256(role) for role in roles]
+    before = [state_checksums(role) for role in roles]
     cycles = []
     for _ in range(job.bench.cycles):
         for role in roles:
@@ -70,7 +64,7 @@ def run_case(job: CaseJob) -> dict[str, Any]:
         "build_seconds": build_seconds,
         "memory_baseline": baseline,
         "cycles": cycles,
-        "bits_kept": _true_on_all_ranks(before == [state_sha256(role) for role in roles]),
+        "bits_kept": _true_on_all_ranks(before == [state_checksums(role) for role in roles]),
     }
 
 
@@ -115,11 +109,16 @@ def _build(job: CaseJob, events: list[dict[str, Any]]) -> list[Any]:
     """Both roles, ready for their first sleep: host memory that is pinned at all in advance is pinned."""
     from trainer.bench import peers
     from trainer.distributed import seed_for
+    from trainer.memory.arena import HostArenas
     from trainer.memory.saver import make_saver
+    from trainer.plan.footprint import arena_sizes_bytes, footprint
     from trainer.role import Role
 
     config = job.config
     plan, saver = make_plan(config), make_saver(config)
+    arenas = HostArenas(pinned=config.platform.name == "cuda")
+    if job.peer is None:
+        arenas.reserve(arena_sizes_bytes(footprint(config, vocab_size=job.bench.vocab_size)))
     roles = []
     for name in ROLES:
         parts = peers.Parts(
@@ -128,7 +127,7 @@ def _build(job: CaseJob, events: list[dict[str, Any]]) -> list[Any]:
             vocab_size=job.bench.vocab_size,
             seed=seed_for(config.seed, f"init/{name}"),
             observer=events.append,
-            pinned=config.platform.name == "cuda",
+            arenas=arenas,
         )
         if job.peer is None:
             roles.append(Role(name, config, **vars(parts)))
@@ -180,47 +179,18 @@ def _synchronize() -> None:
         distributed.barrier()
 
 
-def sample_memory() -> dict[str, int | None]:
-    """Bytes in use now: this process's resident and proportional set, the host's, the GPU's (all processes).
-
-    ``pss_bytes`` is taken after malloc has given back the freed blocks that it holds for reuse.
-    """
-    gc.collect()
-    untrimmed = psutil.Process().memory_full_info()
-    with suppress(OSError, AttributeError):  # glibc only
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    process, host = psutil.Process().memory_full_info(), psutil.virtual_memory()
-    sample: dict[str, int | None] = {
-        "rss_bytes": process.rss,
-        "pss_bytes": process.pss,
-        "pss_untrimmed_bytes": untrimmed.pss,
-        "host_used_bytes": host.total - host.available,
-        "gpu_used_bytes": None,
-        "gpu_reserved_bytes": None,
-        "gpu_allocated_bytes": None,
-    }
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        sample["gpu_used_bytes"] = total - free
-        sample["gpu_reserved_bytes"] = torch.cuda.memory_reserved()
-        sample["gpu_allocated_bytes"] = torch.cuda.memory_allocated()
-    return sample
-
-
-def state_sha256(role: Any) -> str:
-    """SHA-256 over the SHA-256 of every 64 MiB piece of every model tensor, main param and moment of this rank."""
+def state_checksums(role: Any) -> list[int]:
+    """One checksum per 64 MiB piece of every model tensor, main param and moment of this rank, computed where the
+    tensor lies: the sum of its 16-bit words, each times its odd position, modulo 2^64. A change of any single word, or
+    a swap of two different ones, changes it."""
     from trainer.bench.peers import state_tensors
     from trainer.models.build import named_tensors
 
-    def pieces() -> Iterator[torch.Tensor]:
-        for tensor in [*(tensor for _, tensor in named_tensors(role.chunks)), *state_tensors(role.optimizer)]:
-            yield from tensor.detach().reshape(-1).view(torch.uint8).split(_DIGEST_PIECE_BYTES)
-
-    def piece_digest(piece: torch.Tensor) -> bytes:
-        return hashlib.sha256(piece.cpu().numpy().data).digest()
-
-    with ThreadPoolExecutor(_DIGEST_THREADS) as pool:
-        return hashlib.sha256(b"".join(pool.map(piece_digest, pieces()))).hexdigest()
+    tensors = [*(tensor for _, tensor in named_tensors(role.chunks)), *state_tensors(role.optimizer)]
+    words = [tensor.detach().reshape(-1).view(torch.int16) for tensor in tensors]
+    pieces = [piece for tensor in words for piece in tensor.split(_CHECKSUM_PIECE_WORDS)]
+    positions = 2 * torch.arange(_CHECKSUM_PIECE_WORDS, device=torch.cuda.current_device()) + 1
+    return [int((piece * positions[: len(piece)].to(piece.device)).sum()) for piece in pieces]
 
 
 def _true_on_all_ranks(value: bool) -> bool:

@@ -17,6 +17,7 @@ import torch
 
 from trainer import optimizer as optimizers
 from trainer.config import Config
+from trainer.memory.arena import HostArenas
 from trainer.memory.regions import MemoryObserver, RoleRegions
 from trainer.memory.saver import Saver
 from trainer.models.build import build_gpt, drop_caches, move_rest, named_tensors, wrap_ddp
@@ -32,7 +33,7 @@ class Parts:
     vocab_size: int
     seed: int
     observer: MemoryObserver
-    pinned: bool
+    arenas: HostArenas
 
 
 class _Peer:
@@ -112,7 +113,7 @@ class SlimeLike(_Peer):
         self._copies: dict[str, torch.Tensor] = {}
         if name == "actor":
             for key, tensor in named_tensors(self.chunks):
-                self._copies[key] = torch.empty_like(tensor, device="cpu", pin_memory=parts.pinned)
+                self._copies[key] = torch.empty_like(tensor, device="cpu", pin_memory=parts.arenas.pinned)
 
     def step(self) -> tuple[bool, float]:
         if self._has_state:
@@ -140,7 +141,7 @@ class SlimeLike(_Peer):
 
     def _backuper_bytes(self) -> dict[str, int]:
         copies = self._copies.values()
-        return {"param": sum(_pinned_bytes(copy) if self._parts.pinned else copy.nbytes for copy in copies)}
+        return {"param": sum(_pinned_bytes(copy) if self._parts.arenas.pinned else copy.nbytes for copy in copies)}
 
 
 def _pinned_bytes(tensor: torch.Tensor) -> int:

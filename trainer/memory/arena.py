@@ -8,7 +8,8 @@ registration about seven times faster than cudaMallocHost, and it runs in the ba
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
@@ -29,6 +30,7 @@ class HostArena:
     def __init__(self, size_bytes: int, *, pinned: bool) -> None:
         """Reserve ``size_bytes``; with ``pinned`` start page-locking them for GPU copies in the background."""
         self.size_bytes = size_bytes
+        self.pinning_seconds = 0.0
         memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._flat = torch.frombuffer(memory, dtype=torch.uint8)
         self._used_bytes = 0
@@ -58,6 +60,7 @@ class HostArena:
             self._pinning.result()
 
     def _pin(self, device: int) -> None:
+        start = time.perf_counter()
         torch.cuda.set_device(device)
         with ThreadPoolExecutor(_TOUCH_THREADS) as pool:
             list(pool.map(torch.Tensor.zero_, self._flat.tensor_split(_TOUCH_THREADS)))
@@ -67,9 +70,29 @@ class HostArena:
                 f"the CUDA driver could not page-lock {self.size_bytes / 2**30:.2f} GiB of host memory ({error}); "
                 "another memory policy keeps less of it (memory=rebuild keeps least)"
             )
+        self.pinning_seconds = time.perf_counter() - start
 
     def __del__(self) -> None:
         with suppress(Exception):  # at interpreter exit torch may be gone, and the driver frees everything
             if self._pinning is not None and self._pinning.exception() is None:
                 torch.cuda.synchronize()
                 torch.cuda.cudart().cudaHostUnregister(self._flat.data_ptr())  # type: ignore[union-attr]
+
+
+class HostArenas:
+    """Makes the arenas of a run. Those whose size is known beforehand page-lock themselves while models are built."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self.pinned = pinned
+        self._reserved: dict[str, HostArena] = {}
+
+    def reserve(self, sizes_bytes: Mapping[str, int]) -> None:
+        """Start making an arena for each owner (any name, the same as in :meth:`take`)."""
+        self._reserved.update((owner, HostArena(size, pinned=self.pinned)) for owner, size in sizes_bytes.items())
+
+    def take(self, owner: str, size_bytes: int) -> HostArena:
+        """The arena reserved for ``owner``; a new one if none of exactly this size was."""
+        reserved = self._reserved.pop(owner, None)
+        if reserved is not None and reserved.size_bytes == size_bytes:
+            return reserved
+        return HostArena(size_bytes, pinned=self.pinned)

@@ -13,11 +13,10 @@ from trainer.memory.arena import HostArena
 
 
 class ArenaKeeper:
-    """Keeps ``flat`` [n], a tensor of a region without a backup, while that region sleeps."""
+    """Keeps ``flat`` [n], a tensor of a region without a backup, while that region sleeps; ``arena`` has its size."""
 
-    def __init__(self, flat: torch.Tensor, *, pinned: bool) -> None:
-        self._flat = flat
-        self._arena = HostArena(HostArena.bytes_needed([flat]), pinned=pinned)
+    def __init__(self, flat: torch.Tensor, *, arena: HostArena) -> None:
+        self._flat, self._arena = flat, arena
         self._copy = self._arena.empty_like(flat)
         self._stream = torch.cuda.Stream()
         self._is_saved = False

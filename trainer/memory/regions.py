@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
+from trainer.memory.arena import HostArena, HostArenas
 from trainer.memory.keeper import ArenaKeeper
 from trainer.memory.saver import RegionBytes, Saver
 from trainer.plan import NO_BUFFER, Plan, PlanRow
@@ -33,10 +34,20 @@ class RoleRegions:
         """Build Megatron's DDP inside."""
         return self._saver.buffers_of(self._role)
 
-    def keep_in_arena(self, optimizer_state: torch.Tensor, *, pinned: bool) -> None:
+    def keep_in_arena(self, optimizer_state: torch.Tensor, *, arenas: HostArenas) -> None:
         """Make an arena the keeper of the optimizer state, where the plan says so."""
-        if self._rows["optim"].keeper == "arena":
-            self._arena = ArenaKeeper(optimizer_state, pinned=pinned)
+        row = self._rows["optim"]
+        if row.keeper == "arena":
+            arena = arenas.take(row.tag, HostArena.bytes_needed([optimizer_state]))
+            self._arena = ArenaKeeper(optimizer_state, arena=arena)
+
+    def prepare_sleep(self) -> None:
+        """Let the saver page-lock the host buffers that it keeps now, while models are built, and not in a sleep."""
+        if self._saver.keeps_host_buffers:
+            for row in self._rows.values():
+                if row.saver_backup:
+                    self._saver.sleep(row.tag)
+                    self._saver.wake_up(row.tag)
 
     @property
     def host_optimizer_state(self) -> torch.Tensor | None:
@@ -71,6 +82,17 @@ class RoleRegions:
         self._saver.check_room([row.tag for row in asleep])
         for row in asleep:
             self._timed(row, "awake", self._map, backuper_bytes)
+
+    @contextmanager
+    def restoring(self, kind: str) -> Iterator[None]:
+        """Bring weights back into the mapped buffers of ``kind`` inside."""
+        start = time.perf_counter()
+        yield
+        row = self._rows[kind]
+        if self._saver.sleeps:
+            seconds = time.perf_counter() - start
+            sizes = {"released_bytes": 0, "backup_bytes": 0}
+            self.record(kind, state="restored", flag=row.flag, keeper=row.keeper, seconds=seconds, **sizes)
 
     def _release(self, row: PlanRow) -> RegionBytes:
         if row.kind == "optim" and self._arena is not None:

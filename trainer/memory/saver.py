@@ -28,6 +28,7 @@ class Saver(Protocol):
     """Sleep and wake-up of tagged regions of device memory."""
 
     sleeps: bool
+    keeps_host_buffers: bool  # page-locked in the first sleep and kept for later ones
 
     def region(self, tag: str, *, backup: bool) -> AbstractContextManager[None]:
         """Allocate inside: the memory belongs to ``tag``; with ``backup`` its bytes survive a sleep."""
@@ -56,6 +57,7 @@ class NullSaver:
     """``offload=none``: regions are ordinary memory and never sleep."""
 
     sleeps = False
+    keeps_host_buffers = False
 
     def region(self, tag: str, *, backup: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -88,6 +90,7 @@ class MemorySaver:
         self._asleep: dict[str, bool] = {}
         self._poison = poison
         self._backend = cpu_backup_backend if platform == "cuda" else None
+        self.keeps_host_buffers = platform == "cuda" and retain_cpu_backup
         if platform == "cuda":
             from trainer.memory.cuda_regions import CudaRegions
 

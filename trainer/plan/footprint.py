@@ -287,6 +287,11 @@ def _moments(config: Config, plan: Plan, holdings: list[Holding], roles: dict[st
     yield moment("all asleep", {})
 
 
+def arena_sizes_bytes(prediction: Footprint) -> dict[str, int]:
+    """Region tag -> bytes of the arena that keeps it, which can be page-locked before the region exists."""
+    return {f"{h.role}/{h.kind}": h.host_asleep_bytes for h in prediction.holdings if h.keeper == "arena"}
+
+
 def plan_rows(prediction: Footprint) -> list[dict[str, Any]]:
     """Plain rows for the tables of a run and its report."""
     return [

@@ -26,6 +26,17 @@ class Sample(NamedTuple):
     backup_bytes: float
 
 
+class LedgerLine(NamedTuple):
+    """What one owner holds on rank 0 while every model sleeps. ``slack_bytes``: what of its host bytes exceeds those
+    that the plan counts (alignment; on a GPU the unused ends of segments)."""
+
+    owner: str
+    what: str
+    host_bytes: int
+    slack_bytes: int | None = None
+    gpu_bytes: int | None = None
+
+
 def timeline(memory: Sequence[Record]) -> list[Sample]:
     """One sample per phase, in order."""
     samples: list[Sample] = []
@@ -33,6 +44,8 @@ def timeline(memory: Sequence[Record]) -> list[Sample]:
     working: list[Record] = []
     start_seconds = next((r["time_seconds"] for r in memory if "time_seconds" in r), 0)
     for r in memory:
+        if "moment" in r:
+            continue
         if "state" not in r:
             sample = Sample(
                 step=r["step"],
@@ -86,3 +99,34 @@ def host_bytes_by_owner(memory: Iterable[Record]) -> dict[str, dict[str, int]]:
         else:
             owners["arena" if keeper == "arena" else "saver"] += backup_bytes
     return {role: owners for role, owners in result.items() if any(owners.values())}
+
+
+def ledger(memory: Sequence[Record], *, plan: Sequence[Record]) -> list[LedgerLine]:
+    """What was there before anything was built, what each owner keeps, what torch holds outside the regions, and in
+    the last three lines the sum, what was measured and what of that is unexplained. Empty for a run that broke off."""
+    moments = {r["moment"]: r for r in memory if "moment" in r}
+    if moments.keys() != {"baseline", "asleep"}:
+        return []
+    before, asleep, slept = moments["baseline"], moments["asleep"], last_sleeps(memory)
+    planned = {(row["role"], row["kind"]): row["backup_bytes"] for row in plan}
+    lines = [LedgerLine("process", "before anything was built", before["pss_bytes"], None, before["gpu_used_bytes"])]
+    for key, r in slept.items():
+        if r["backup_bytes"]:
+            slack = r["backup_bytes"] - planned[key] if key in planned else None
+            lines.append(LedgerLine(r["keeper"], " ".join(key), r["backup_bytes"], slack))
+    if asleep["gpu_used_bytes"] is not None:
+        # torch counts the blocks of a region that sleeps as reserved; they take no memory then.
+        outside = asleep["gpu_reserved_bytes"] - sum(r["released_bytes"] for r in slept.values())
+        lines.append(LedgerLine("torch", "blocks outside the regions", 0, None, outside))
+    host = sum(line.host_bytes for line in lines)
+    gpu, gpu_rest = None, None
+    if asleep["gpu_used_bytes"] is not None:
+        gpu = sum(line.gpu_bytes or 0 for line in lines)
+        gpu_rest = asleep["gpu_used_bytes"] - gpu
+    rest = asleep["pss_bytes"] - host
+    return [
+        *lines,
+        LedgerLine("sum", "", host, None, gpu),
+        LedgerLine("measured", "PSS, GPU memory in use", asleep["pss_bytes"], None, asleep["gpu_used_bytes"]),
+        LedgerLine("unexplained", f"{rest / asleep['pss_bytes']:.1%} of the host's", rest, None, gpu_rest),
+    ]

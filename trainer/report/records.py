@@ -8,7 +8,11 @@
 `memory.jsonl` holds, in the order in which things happened, one record per region and sleep or wake-up
     step, phase, role, kind, flag, keeper, state ("asleep" | "awake"), released_bytes, backup_bytes, seconds
 and one at the end of every phase
-    step, phase, time_seconds (wall clock), rss_bytes, pss_bytes, gpu_allocated_bytes, gpu_used_bytes.
+    step, phase, time_seconds (wall clock), rss_bytes, pss_bytes, gpu_allocated_bytes, gpu_used_bytes,
+and for the ledger one of all that process and device hold at two moments, before anything was built and at the end
+    step, phase, moment ("baseline" | "asleep"), {rss,pss,pss_untrimmed,host_used,gpu_{used,reserved,allocated}}_bytes.
+Bytes of a region are those of its whole segments; seconds are those until the call returned: what a side stream still
+copies then is in the time of its phase. state "restored": the parameters, once mapped, hold a tag's weights again.
 What JSON cannot say (NaN, infinities) and what is not known is null; floats keep every digit.
 """
 

@@ -8,13 +8,14 @@ from html import escape
 from rich import box
 from rich import table as rich_table
 
-from trainer.report.memory import last_sleeps, median_seconds
+from trainer.report.memory import LedgerLine, last_sleeps, ledger, median_seconds
 from trainer.report.records import Record
 from trainer.report.units import byte_unit
 
 UNKNOWN = "-"
 _WIDEST_UNWRAPPED = 14
 _SIZES = ("released_bytes", "backup_bytes")
+_STATES = ("asleep", "awake", "restored")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ def final_tables(metrics: Sequence[Record], memory: Sequence[Record], *, plan: S
         accuracy_table(metrics),
         sleep_table(memory, parameters=parameters),
         prediction_table(memory, plan=plan),
+        ledger_table(memory, plan=plan),
         phase_table(metrics),
     )
     return [table for table in tables if table.rows]
@@ -133,6 +135,25 @@ def prediction_table(memory: Sequence[Record], *, plan: Sequence[Record]) -> Tab
     )
 
 
+def ledger_table(memory: Sequence[Record], *, plan: Sequence[Record]) -> Table:
+    """Every byte of rank 0 while all models sleep, by owner, and what none of them explains."""
+    lines = ledger(memory, plan=plan)
+    on_gpu = any(line.gpu_bytes is not None for line in lines)
+    unit, size = byte_unit(max((line.host_bytes for line in lines), default=0))
+
+    def cells(line: LedgerLine) -> tuple[str, ...]:
+        amounts = (line.host_bytes, line.slack_bytes, *([line.gpu_bytes] if on_gpu else []))
+        return line.owner, line.what, *("" if amount is None else f"{amount / size:.3f}" for amount in amounts)
+
+    return Table(
+        title=f"Who holds what while everything sleeps, and what that leaves unexplained: {unit} of rank 0",
+        columns=("owner", "what", "host", "of it slack", *(["GPU"] if on_gpu else [])),
+        rows=[cells(line) for line in lines[:-3]],
+        totals=[cells(line) for line in lines[-3:]],
+        text_columns=2,
+    )
+
+
 def accuracy_table(metrics: Sequence[Record]) -> Table:
     """Held-out accuracy when the warm-up ends (step 0) and at the last step that measured it."""
     measured = {r["step"]: r["heldout_accuracy"] for r in metrics if r.get("heldout_accuracy") is not None}
@@ -164,7 +185,9 @@ def sleep_table(memory: Sequence[Record], *, parameters: Record) -> Table:
         regions = [region for region in last_sleep.values() if region["role"] == role]
         count = parameters.get(role)
         for r in regions:
-            seconds = [text(median_seconds(memory, region=r, state=state), ".3f") for state in ("asleep", "awake")]
+            sleep, mapped, restored = (median_seconds(memory, region=r, state=state) for state in _STATES)
+            wake = mapped if restored is None or mapped is None else mapped + restored
+            seconds = text(sleep, ".3f"), text(wake, ".3f")
             rows.append((role, r["kind"], r["keeper"], _flag(r["flag"]), *amounts([r], count), *seconds))
         totals.append((role, "all", "", "", *amounts(regions, count), "", ""))
     if len(totals) > 1:
