@@ -2,12 +2,15 @@
 
 Reinforcement learning needs several versions of one model's weights (actor, reference); one copy of each lies here
 and is switched into the model in place. The idea and the vocabulary (tags, ``source_getter``, ``single_tag``) are
-slime's TensorBackuper (https://github.com/THUDM/slime).
+slime's TensorBackuper (https://github.com/THUDM/slime). With a layout that divides tensors over ranks, a rank's arenas
+hold its parts alone (``memory.tags=sharded``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -16,22 +19,79 @@ from trainer.memory.arena import HostArena
 SourceGetter = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
+class Layout(Protocol):
+    """Which part of every tensor this rank backs up; see :class:`trainer.models.param_shards.ParamShards`."""
+
+    def own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of this rank's part of ``tensor``."""
+        ...
+
+    def complete(self) -> None:
+        """Fill the source tensors from what every rank has restored into its parts."""
+        ...
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The host tensor that every rank's ``part`` adds up to."""
+        ...
+
+
+class WholeTensors:
+    """The layout in which every rank keeps everything."""
+
+    def own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def complete(self) -> None:
+        pass
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+
+@dataclass(frozen=True)
+class LazyTensors(Mapping[str, torch.Tensor]):
+    """Tensors that ``read(name)`` gets when they are asked for."""
+
+    names: tuple[str, ...]
+    read: Callable[[str], torch.Tensor]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.names:
+            raise KeyError(name)
+        return self.read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
 class TensorBackuper:
     """Use :meth:`create`. Unknown tags are ValueErrors; a second backup of a tag reuses its memory."""
 
-    def __init__(self, source_getter: SourceGetter, *, pinned: bool) -> None:
-        self._source_getter, self._pinned = source_getter, pinned
+    def __init__(self, source_getter: SourceGetter, *, pinned: bool, layout: Layout) -> None:
+        self._source_getter, self._pinned, self._layout = source_getter, pinned, layout
         self._tags: dict[str, tuple[HostArena, dict[str, torch.Tensor]]] = {}
 
     @classmethod
     def create(
-        cls, *, source_getter: SourceGetter, single_tag: str | None = None, pinned: bool = False
+        cls,
+        *,
+        source_getter: SourceGetter,
+        single_tag: str | None = None,
+        pinned: bool = False,
+        layout: Layout | None = None,
     ) -> TensorBackuper:
         """A backuper of the tensors that ``source_getter()`` yields as (name, tensor), always in the same order.
 
         Args:
             single_tag: must be None. A backuper of a single tag would not keep what role switching needs.
             pinned: page-lock the arenas, for fast copies from and to a GPU.
+            layout: which part of the tensors this rank keeps; None: all of them.
 
         Raises:
             ValueError: ``single_tag`` is not None.
@@ -40,7 +100,7 @@ class TensorBackuper:
             raise ValueError(
                 f"single_tag={single_tag!r}: the weights backuper keeps every tag, single_tag must be None"
             )
-        return cls(source_getter, pinned=pinned)
+        return cls(source_getter, pinned=pinned, layout=WholeTensors() if layout is None else layout)
 
     @property
     def backup_tags(self) -> tuple[str, ...]:
@@ -57,47 +117,58 @@ class TensorBackuper:
         sources = self._sources()
         if tag not in self._tags:
             self._tags[tag] = self._new_tag(sources)
-        copies = self.get(tag)
+        copies = self._copies(tag)
         _check_same(sources, copies, tag)
         for name, tensor in sources.items():
             copies[name].copy_(tensor.detach(), non_blocking=True)
         _synchronize()
 
     def restore(self, tag: str) -> None:
-        """Copy the tensors saved under ``tag`` back into the source tensors, in place."""
-        copies, sources = self.get(tag), self._sources()
+        """Copy what is saved under ``tag`` back into the source tensors, in place. Collective if ranks share it."""
+        copies, sources = self._copies(tag), self._sources()
         _check_same(sources, copies, tag)
         with torch.no_grad():
             for name, tensor in sources.items():
                 tensor.copy_(copies[name], non_blocking=True)
+        self._layout.complete()
         _synchronize()
 
     def copy(self, *, src_tag: str, dst_tag: str) -> None:
         """Make ``dst_tag`` (created if need be) hold what ``src_tag`` holds."""
-        self.put(dst_tag, self.get(src_tag))
+        copies = self._copies(src_tag)
+        if dst_tag not in self._tags:
+            self._tags[dst_tag] = self._new_tag(copies)
+        for name, tensor in self._copies(dst_tag).items():
+            tensor.copy_(copies[name])
 
     def put(self, tag: str, weights: Mapping[str, torch.Tensor]) -> None:
         """Make ``tag`` (created if need be) hold ``weights``, which have the source tensors' names and shapes."""
         if tag not in self._tags:
             self._tags[tag] = self._new_tag(self._sources())
-        for name, tensor in self.get(tag).items():
-            tensor.copy_(weights[name])
+        for name, tensor in self._copies(tag).items():
+            tensor.copy_(self._layout.own_part(name, weights[name]))
 
     def get(self, tag: str) -> Mapping[str, torch.Tensor]:
-        """Name -> host tensor of a tag, views into its arena."""
+        """Name -> whole host tensor of a tag: a view into its arena or, where ranks share it, gathered when it is asked
+        for. Then every rank of the data-parallel group must ask for the same names in the same order."""
+        copies = self._copies(tag)
+        return LazyTensors(tuple(copies), lambda name: self._layout.whole(name, copies[name]))
+
+    def _copies(self, tag: str) -> dict[str, torch.Tensor]:
+        """Name -> what this rank keeps of the tensor under ``tag``."""
         if tag not in self._tags:
             known = ", ".join(self._tags) or "none"
             raise ValueError(f"no weights are backed up under the tag {tag!r}; backed-up tags: {known}")
         return self._tags[tag][1]
 
     def bytes_of(self, tag: str) -> int:
-        """Host memory of one tag, in bytes."""
-        self.get(tag)
+        """Host memory of one tag on this rank, in bytes."""
+        self._copies(tag)
         return self._tags[tag][0].size_bytes
 
     def drop(self, tag: str) -> None:
         """Give the memory of a tag back."""
-        self.get(tag)
+        self._copies(tag)
         del self._tags[tag]
 
     def _sources(self) -> dict[str, torch.Tensor]:
@@ -107,7 +178,7 @@ class TensorBackuper:
             names = [name for name, _ in pairs]
             repeated = ", ".join(name for name in sources if names.count(name) > 1)
             raise ValueError(f"two tensors of the model are called {repeated}")
-        return sources
+        return {name: self._layout.own_part(name, tensor) for name, tensor in sources.items()}
 
     def _new_tag(self, like: Mapping[str, torch.Tensor]) -> tuple[HostArena, dict[str, torch.Tensor]]:
         arena = HostArena(HostArena.bytes_needed(like.values()), pinned=self._pinned)

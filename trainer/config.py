@@ -150,8 +150,11 @@ class RestoreConfig(Section):
 
 @dataclass
 class MemoryConfig(Section):
+    """``tags``: each rank's weights backuper keeps ``full`` tags, or its data-parallel share of them (``sharded``)."""
+
     actor: RestoreConfig
     critic: RestoreConfig
+    tags: str
     poison: bool
     retain_cpu_backup: bool
     cpu_backup_backend: str
@@ -247,10 +250,13 @@ class LoggerConfig(Section):
 @dataclass
 class CheckpointConfig(Section):
     """``every_steps``: a checkpoint after every so many PPO steps and after the last one, null for none.
-    ``keep_last``: how many are kept."""
+    ``keep_last``: how many are kept. ``keep_best``: measure the held-out accuracy at each, and keep the best one too.
+    ``async_save``: the run goes on while a copy in host memory is written."""
 
     every_steps: Optional[int]  # noqa: UP045
     keep_last: int
+    keep_best: bool
+    async_save: bool
 
 
 @dataclass

@@ -22,6 +22,7 @@ CHOICES = {
     "algo.kl.estimator": ("k1", "k2", "k3"),
     "platform.name": ("cpu", "cuda"),
     "logger.kind": ("none", "tensorboard", "wandb"),
+    "memory.tags": ("full", "sharded"),
     "memory.cpu_backup_backend": ("pinned", "mmap"),
 }
 

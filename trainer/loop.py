@@ -19,6 +19,7 @@ from trainer import metrics, optimizer, step
 from trainer.algo.advantages import gae, token_rewards
 from trainer.algo.kl import kl_estimate, next_kl_coef
 from trainer.algo.masked import whiten
+from trainer.backup import LazyTensors
 from trainer.checkpoint.state import Checkpoints
 from trainer.config import Config
 from trainer.data import Prompts
@@ -82,8 +83,9 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
     for step_number in range(record["step"] + 1, settings.num_steps + 1):
         record = {"step": step_number, **ppo_step(run, step_number, schedules=schedules, kl_coef=kl_coef)}
         kl_coef = _next_kl_coef(run.config, kl_coef, record["kl"])
-        if step_number == settings.num_steps:
+        if step_number == settings.num_steps or (checkpoints and checkpoints.needs_accuracy(step_number)):
             record["heldout_accuracy"] = evaluate(run, at_step=step_number)
+        if step_number == settings.num_steps:
             record |= _weights_sha256(run, step_number)
         record |= phases.end_step()
         _report(outputs, record)
@@ -113,7 +115,8 @@ def warm_up(run: Run, outputs: Outputs) -> None:
 
 def start_critic_from(weights: Mapping[str, Tensor], critic: Role) -> None:
     """Give the critic the actor's body; its value head, which no actor has, starts anew (at zero)."""
-    critic.load_weights({name: tensor for name, tensor in weights.items() if ".output_layer." not in name})
+    body = tuple(name for name in weights if ".output_layer." not in name)
+    critic.load_weights(LazyTensors(body, weights.__getitem__))
 
 
 def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: float) -> dict[str, float]:

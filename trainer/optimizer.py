@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from trainer.config import RoleConfig
 from trainer.models.build import DTYPES
+from trainer.models.param_shards import gather_params
 
 _ALIGNMENT_ELEMENTS = 16  # 64 bytes of fp32: other offsets change the bits of CPU kernels
 _STATE_KEYS = ("exp_avg", "exp_avg_sq")
@@ -105,6 +106,19 @@ class OptimizerState:
     main_params: tuple[tuple[torch.Tensor, int], ...]
     main_size: int
 
+    def share_in(self, flat: torch.Tensor, share: Share, *, weights: Mapping[str, torch.Tensor]) -> Share:
+        """``share`` with its tensors taken from ``flat`` [n], the state itself or a copy of it; a parameter that is its
+        own main param, and so not in the state, from ``weights``."""
+        storage = self.flat.untyped_storage().data_ptr()
+
+        def found(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.untyped_storage().data_ptr() != storage:
+                return weights[share.name].detach().view(-1)
+            start = tensor.storage_offset() - self.flat.storage_offset()
+            return flat[start : start + tensor.numel()]
+
+        return replace(share, tensors={kind: found(tensor) for kind, tensor in share.tensors.items()})
+
     @contextmanager
     def main_params_from(self, host_state: torch.Tensor) -> Iterator[None]:
         """Let main params read from a copy of ``host_state`` [n] on the device, while ``flat`` itself sleeps."""
@@ -157,8 +171,7 @@ def copy_main_to_model_params(optimizer: Any, chunks: list[Any]) -> None:
     """
     for inner in inner_optimizers(optimizer):
         inner._copy_main_params_to_model_params()
-    for chunk in chunks:
-        chunk.start_param_sync(force_sync=True)
+    gather_params(chunks)
 
 
 def set_learning_rate(optimizer: Any, learning_rate: float) -> None:

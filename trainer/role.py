@@ -20,6 +20,7 @@ from trainer.memory.arena import HostArenas
 from trainer.memory.regions import MemoryObserver, RoleRegions
 from trainer.memory.saver import Saver
 from trainer.models.build import build_gpt, drop_caches, move_rest, named_tensors, wrap_ddp
+from trainer.models.param_shards import ParamShards
 from trainer.plan import KINDS, Plan
 
 TRAINING = frozenset(KINDS)
@@ -71,7 +72,10 @@ class Role:
         self._trained_since_backup = True
         if name == "actor":
             self.backuper = TensorBackuper.create(
-                source_getter=lambda: named_tensors(self.chunks), single_tag=None, pinned=arenas.pinned
+                source_getter=lambda: named_tensors(self.chunks),
+                single_tag=None,
+                pinned=arenas.pinned,
+                layout=ParamShards(self.chunks) if config.memory.tags == "sharded" else None,
             )
             self._backup_if_trained()
         self._regions.prepare_sleep()
@@ -128,6 +132,25 @@ class Role:
         try:
             self.wake_up(kinds=kinds, tag=tag)
             yield
+        finally:
+            self.sleep()
+
+    @contextmanager
+    def readable(self) -> Iterator[tuple[Mapping[str, torch.Tensor], list[optimizers.Share]]]:
+        """(weights, this rank's shares of the optimizer state) as the last step left them, valid inside; asleep after.
+
+        What host memory holds of a sleeping role is read there, and only the rest wakes up. Weights that ranks share
+        are gathered when they are asked for (see :meth:`TensorBackuper.get`).
+        """
+        flat, weights = self._regions.host_optimizer_state, None
+        if self.backuper is not None and self.name in self.backuper.backup_tags and self.is_asleep("rest"):
+            weights = self.backuper.get(self.name)
+        try:
+            self.wake_up(kinds=(FORWARD if weights is None else set()) | ({"optim"} if flat is None else set()))
+            own = dict(named_tensors(self.chunks))
+            found, flat = own if weights is None else weights, self._state.flat if flat is None else flat
+            shares = optimizers.shares(self.optimizer, own)
+            yield found, [self._state.share_in(flat, share, weights=found) for share in shares]
         finally:
             self.sleep()
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class
 
-from trainer import limits
+from trainer import limits, memory_rules
 from trainer.hf_architecture import FIXED, architecture_of
 from trainer.tokenizer import check_vocab_size
 
@@ -50,6 +50,7 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     check_restore_sources(config)
     check_flags_against_sources(config)
     check_main_params_source(config)
+    memory_rules.check_tags(config)
     check_overlap(config)
     check_parallel_support(config)
     check_world_size(config)

@@ -57,8 +57,11 @@ def run(job: Job) -> dict[str, Any]:
         for name, path in starting_points(job.config).items() if done is None else ():
             head = "; its value head is new" if name == "critic" else ""
             note(f"the {name} starts from {path}{head}")
-        checkpoints = Checkpoints(job.config, job.directory, resume_from=job.resume_from, note=note)
+        checkpoints = Checkpoints(
+            job.config, job.directory, resume_from=job.resume_from, tokenizer=parts.prompts.tokenizer, note=note
+        )
         result = train(parts, outputs, checkpoints=checkpoints)
+        checkpoints.finish()
         phases.ledger("asleep", step=result["step"])
         if job.config.export_hf:
             export(parts, job.directory / "hf_model" if is_writer else None)

@@ -1,11 +1,15 @@
 """The rank that runs small jobs with checkpoints, one after the other; used by test_checkpoint."""
 
+import hashlib
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import distributed
 
 import patches
 from trainer import platform, worker
@@ -55,7 +59,13 @@ def _run(case: Case) -> dict[str, Any]:
 
     recorder: Any = Recorder()
     run = worker.build(case.config, Phases(lambda record: None, gpu=False))
-    checkpoints = Checkpoints(case.config, case.directory, resume_from=case.resume_from, note=notes.append)
+    checkpoints = Checkpoints(
+        case.config,
+        case.directory,
+        resume_from=case.resume_from,
+        tokenizer=run.prompts.tokenizer,
+        note=notes.append,
+    )
     if case.copy_only:
         run.actor.sleep()
         run.critic.sleep()
@@ -65,9 +75,26 @@ def _run(case: Case) -> dict[str, Any]:
         checkpoints.save(run.roles, step=state.step, **fields)
     else:
         loop.train(run, loop.Outputs(recorder, None, recorder), checkpoints=checkpoints)
+    checkpoints.finish()
+    _check_ranks_agree(run)
+    assert all(role.is_asleep("rest") for role in run.roles.values()) or not case.config.offload.train
     varying = ("seconds/", "host_", "asleep_")
     numbers = [{k: v for k, v in record.items() if not k.startswith(varying)} for record in records]
     return {"metrics": numbers, "notes": notes}
+
+
+def _check_ranks_agree(run: Any) -> None:
+    """Every data-parallel rank holds the same weights under every tag."""
+    from trainer.models.build import named_tensors
+    from trainer.role import FORWARD
+
+    for role in run.roles.values():
+        for tag in role.backuper.backup_tags if role.backuper else (role.name,):
+            with role.awake(kinds=FORWARD, tag=tag):
+                found = b"".join(bytes(t.detach().view(torch.uint8).flatten().numpy()) for _, t in named_tensors(role.chunks))
+            digests: list[Any] = [None] * distributed.get_world_size()
+            distributed.all_gather_object(digests, hashlib.sha256(found).hexdigest())
+            assert len(set(digests)) == 1, (role.name, tag)
 
 
 @contextmanager

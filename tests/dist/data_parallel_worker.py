@@ -151,6 +151,7 @@ def overlap_in_several_buckets() -> dict[str, Any]:
         "overlap": ("offload=none", *OVERLAP),
         "overlap_lean": ("memory=lean", *OVERLAP),
         "overlap_rebuild": ("memory=rebuild", *OVERLAP),
+        "overlap_sharded": ("memory=lean", "memory.tags=sharded", *OVERLAP),
     }
     results = {}
     for case, overrides in cases.items():
@@ -174,9 +175,37 @@ def overlap_in_several_buckets() -> dict[str, Any]:
     return results
 
 
+def shared_tags() -> dict[str, Any]:
+    """What the backuper answers with whole tags and with shared ones, of an actor in several buckets."""
+    results = {}
+    for tags in ("full", "sharded"):
+        fresh_saver()
+        with small_buckets():
+            role = make_role("actor", f"memory.tags={tags}", *OVERLAP)
+        backuper = role.backuper
+        assert backuper is not None
+        train(role)
+        role.copy_to_tag("ref")
+        train(role)
+        given = {name: tensor * 0.5 for name, tensor in weights_of(role).items()}
+        backuper.put("half", given)
+        backuper.copy(src_tag="half", dst_tag="half again")
+        role.sleep()
+        held = {tag: {name: t.clone() for name, t in backuper.get(tag).items()} for tag in backuper.backup_tags}
+        role.wake_up(kinds=FORWARD, tag="half")
+        assert same_weights(weights_of(role), given)
+        assert same_weights(held["half"], given)
+        assert "no such name" not in backuper.get("half")
+        bytes_of_ranks: list[Any] = [None] * data_parallel_size()
+        distributed.all_gather_object(bytes_of_ranks, {tag: backuper.bytes_of(tag) for tag in backuper.backup_tags})
+        results[tags] = (held, bytes_of_ranks)
+    return results
+
+
 CHECKS: tuple[Callable[[], Any], ...] = (
     gradients_of_uneven_lengths,
     metrics_of_one_step,
     weights_after_every_change,
     overlap_in_several_buckets,
+    shared_tags,
 )

@@ -32,7 +32,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "fp32": ("model.dtype=fp32", *ODD),
     "no_distributed": (*NO_DISTRIBUTED, *ODD),
     "fp32_no_distributed": (*NO_DISTRIBUTED, "model.dtype=fp32"),
+    "sharded": ("memory.tags=sharded",),
+    "sharded_full_odd": ("memory=full", "memory.tags=sharded", *ODD),
+    "sharded_rebuild_fp32": ("memory=rebuild", "memory.tags=sharded", "model.dtype=fp32"),
     "buckets": OVERLAP,
+    "sharded_buckets": (*OVERLAP, "memory.tags=sharded", *ODD),
     "odd_buckets": (*OVERLAP, *ODD),
 }
 ENGINE_CASES = ("lean", "tied", "qkv_bias", "qk_norm", "fp32")
@@ -88,11 +92,13 @@ def _largest(events: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def _bytes_of(role: Role) -> dict[str, int]:
-    """Bytes of the real tensors; of the optimizer's, on the rank that holds most."""
+    """Bytes of the real tensors; of the optimizer's and of a tag, on the rank that holds most."""
     buffers = ddp_buffers(role)
     in_buffers = {b.param_data.untyped_storage().data_ptr() for b in buffers if b.param_data is not None}
     rest = [t for _, t in named_tensors(role.chunks) if t.untyped_storage().data_ptr() not in in_buffers]
-    largest = torch.tensor([role._state.flat.nbytes, 4 * role._state.main_size])
+    tags = {role.backuper.bytes_of(tag) for tag in role.backuper.backup_tags} if role.backuper else {0}
+    assert len(tags) == 1
+    largest = torch.tensor([role._state.flat.nbytes, 4 * role._state.main_size, *tags])
     distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
     measured = {
         "param": sum(b.param_data.nbytes for b in buffers if b.param_data is not None),
@@ -103,7 +109,7 @@ def _bytes_of(role: Role) -> dict[str, int]:
         "parameter_count": role.parameter_count(),
     }
     if role.backuper:
-        (measured["tag"],) = {role.backuper.bytes_of(tag) for tag in role.backuper.backup_tags}
+        measured["tag"] = int(largest[2])
     return measured
 
 

@@ -30,9 +30,12 @@ POLICIES = {
     "none": ("offload=none",),
     "lean": ("memory=lean",),
     "rebuild": ("memory=rebuild",),
+    "sharded": ("memory=lean", "memory.tags=sharded"),
+    "async": ("memory=lean", "checkpoint.async_save=true"),
     "rebuild_saver": ("memory=rebuild", "memory.actor.optim_keeper=saver", "memory.critic.optim_keeper=saver"),
 }
 RESUMES = [("lean", "lean"), ("rebuild", "rebuild"), ("lean", "rebuild"), ("rebuild", "none"), ("none", "rebuild_saver")]
+RESUMES += [("sharded", "rebuild"), ("lean", "sharded"), ("async", "async")]
 PLAIN = ("roles.actor.ddp.use_distributed_optimizer=false", "roles.critic.ddp.use_distributed_optimizer=false")
 
 
@@ -52,14 +55,16 @@ def checkpoint_of(directory: Path, step: int) -> Path:
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_resumed_is_unbroken(nproc, tmp_path):
     configs = {name: config_of(*RUN, f"launch.nproc={nproc}", *overrides) for name, overrides in POLICIES.items()}
-    unbroken = [Case(name, configs[name], tmp_path / name) for name in ("none", "lean", "rebuild")]
+    unbroken = [Case(name, configs[name], tmp_path / name) for name in ("none", "lean", "rebuild", "sharded", "async")]
     resumed = [
         Case(f"{saved}->{used}/{step}", configs[used], tmp_path / f"{saved}_{used}_{step}", checkpoint_of(tmp_path / saved, step))
-        for step, (saved, used) in zip((1, 1, 1, 2, 0), RESUMES, strict=True)
+        for step, (saved, used) in zip((1, 1, 1, 2, 0, 2, 2, 1), RESUMES, strict=True)
     ]
     # No file of more than 100,000 bytes: both saves after step 1 fail, and the run goes on.
     full = Case("full", configs["lean"], tmp_path / "lean", checkpoint_of(tmp_path / "lean", 1), disk_bytes=100_000)
-    results = launch_cases([*unbroken, *resumed, full], nproc=nproc, log_dir=tmp_path / "logs")
+    best = ("checkpoint.keep_best=true", "checkpoint.keep_last=1", "checkpoint.async_save=true")
+    evaluated = Case("best", config_of(*RUN, *best, f"launch.nproc={nproc}"), tmp_path / "best")
+    results = launch_cases([*unbroken, *resumed, full, evaluated], nproc=nproc, log_dir=tmp_path / "logs")
 
     expected = results["none"]["metrics"]
     assert [record["step"] for record in expected] == [0, 1, 2, 3]
@@ -73,6 +78,14 @@ def test_resumed_is_unbroken(nproc, tmp_path):
         assert files(checkpoint_of(case.directory, 3)) == files(checkpoint_of(tmp_path / "none", 3)), case.name
         assert results[case.name]["notes"] == []
     assert len(files(checkpoint_of(tmp_path / "none", 3))) == 3 + 2 * nproc
+
+    accuracies = [record.pop("heldout_accuracy") for record in results["best"]["metrics"]]
+    without = [{key: value for key, value in record.items() if key != "heldout_accuracy"} for record in expected]
+    assert results["best"]["metrics"] == without  # evaluating changes nothing
+    assert accuracies[::3] == [expected[0]["heldout_accuracy"], expected[3]["heldout_accuracy"]]
+    kept = folder.best(tmp_path / "best")
+    assert kept == checkpoint_of(tmp_path / "best", accuracies.index(max(accuracies)))
+    assert {kept.name, "step_3"} == {path.name for path in (tmp_path / "best" / "checkpoints").glob("step_*")}
 
     assert results["full"]["metrics"] == expected[2:]
     assert [note[:24] for note in results["full"]["notes"]] == ["no checkpoint of step 2:", "no checkpoint of step 3:"]
@@ -113,12 +126,20 @@ def test_another_number_of_ranks_and_another_optimizer_hold_the_same(dtype, tmp_
         assert folder.read(copied).optimizer_steps == folder.read(saved).optimizer_steps == {"actor": 34, "critic": 8}
 
 
-def test_a_run_that_is_killed_while_saving_goes_on(tmp_path):
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The directory of a run of RUN that nothing happened to."""
+    directory = tmp_path_factory.mktemp("unbroken")
+    done = torpor(directory, *RUN, "hydra.run.dir=run")
+    assert done.code == 0, done.stderr
+    return directory / "run"
+
+
+@pytest.mark.parametrize("async_save", ["false", "true"])
+def test_a_run_that_is_killed_while_saving_goes_on(async_save, unbroken, tmp_path):
     """SIGKILL at the first sight of an unfinished checkpoint, twice, then the same command to its end."""
-    unbroken = torpor(tmp_path / "unbroken", *RUN, "hydra.run.dir=run")
-    assert unbroken.code == 0, unbroken.stderr
     directory = tmp_path / "broken"
-    command = (*RUN, "checkpoint.keep_last=2", "hydra.run.dir=run")
+    command = (*RUN, "checkpoint.keep_last=2", f"checkpoint.async_save={async_save}", "hydra.run.dir=run")
     for step in (1, 2):
         process = start(directory, *command)
         saving = directory / "run" / "checkpoints" / f"step_{step}.tmp"
@@ -132,9 +153,9 @@ def test_a_run_that_is_killed_while_saving_goes_on(tmp_path):
     done = torpor(directory, *command)
     assert done.code == 0, done.stderr
     assert "goes on from" in done.stdout
-    assert lasting_metrics(directory / "run") == lasting_metrics(tmp_path / "unbroken" / "run")
+    assert lasting_metrics(directory / "run") == lasting_metrics(unbroken)
     for step in (2, 3):
-        assert files(checkpoint_of(directory / "run", step)) == files(checkpoint_of(tmp_path / "unbroken/run", step))
+        assert files(checkpoint_of(directory / "run", step)) == files(checkpoint_of(unbroken, step))
     names = {path.name for path in (directory / "run" / "checkpoints").iterdir()}
     assert names == {"latest", "step_2", "step_3"}
     assert folder.latest(directory / "run") == checkpoint_of(directory / "run", 3)

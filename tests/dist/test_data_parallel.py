@@ -56,8 +56,24 @@ def test_every_rank_holds_the_same_weights_after_load_wake_up_and_step(results, 
 def test_parameters_gathered_in_several_buckets_survive_sleep(results, ranks):
     cases = results[ranks]["overlap_in_several_buckets"]
     assert cases["plain"][0] == [1]
-    for case in ("overlap", "overlap_lean", "overlap_rebuild"):
+    for case in ("overlap", "overlap_lean", "overlap_rebuild", "overlap_sharded"):
         (buckets,), losses, weights = cases[case]
         assert buckets >= 3
         assert losses == cases["plain"][1], case
         assert weights == cases["plain"][2], case
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_shared_tag_answers_as_a_whole_one_and_takes_a_rank_its_share_of_memory(results, ranks):
+    (whole, whole_bytes), (shared, shared_bytes) = (results[ranks]["shared_tags"][tags] for tags in ("full", "sharded"))
+    assert whole.keys() == shared.keys() == {"actor", "ref", "half", "half again"}
+    for tag in whole:
+        assert list(shared[tag]) == list(whole[tag])
+        for name, tensor in whole[tag].items():
+            assert torch.equal(shared[tag][name], tensor), (tag, name)
+            assert (shared[tag][name].shape, shared[tag][name].dtype) == (tensor.shape, tensor.dtype)
+        on_ranks = [found[tag] for found in shared_bytes]
+        if ranks == 1:
+            assert on_ranks == [whole_bytes[0][tag]]
+        assert sum(on_ranks) == pytest.approx(whole_bytes[0][tag], rel=0.05)
+        assert max(on_ranks) < 0.6 * whole_bytes[0][tag] or ranks == 1

@@ -67,6 +67,20 @@ def test_other_optimizers_and_models_are_invariant_too(extra, tmp_path):
         assert numbers(results[name]) == numbers(results["none"]), name
 
 
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_tags_shared_by_the_ranks_restore_the_same_bits(nproc, tmp_path):
+    """The weights of the reference, and the actor's, are all-gathered; on four ranks through groups that are destroyed
+    during rollouts."""
+    cases = {name: (*CASES[name], "memory.tags=sharded") for name in ("lean", "full", "rebuild")}
+    if nproc == 4:
+        cases = {"lean": (*cases["lean"], "offload.destroy_process_groups=true")}
+    extra = ("algo.micro_batch_size=2",)
+    results = run_cases(cases | {"none": CASES["none"]}, nproc=nproc, log_dir=tmp_path, extra=extra)
+    for name in cases:
+        assert results[name]["slept"]
+        assert numbers(results[name]) == numbers(results["none"]), name
+
+
 @pytest.mark.parametrize("fault", ["without_switch_model", "critic_flag_forced"])
 def test_the_invariance_test_sees_a_missing_restore(fault, tmp_path):
     """With the restore left out, or the critic's only copy gone, the run computes with poison and not in silence."""

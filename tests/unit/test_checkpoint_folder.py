@@ -15,7 +15,7 @@ from trainer.checkpoint.folder import Manifest
 from trainer.config import to_plain
 
 
-def save(run: Path, step: int, *, keep_last: int = 9, config=None, record=None) -> Path:
+def save(run: Path, step: int, *, keep_last: int = 9, keep_best: bool = False, config=None, record=None) -> Path:
     """A checkpoint with one file of ten bytes."""
     temporary = folder.begin(run / "checkpoints", step)
     (temporary / "actor.safetensors").write_bytes(b"0123456789")
@@ -28,7 +28,7 @@ def save(run: Path, step: int, *, keep_last: int = 9, config=None, record=None) 
         config=to_plain(config) if config else {},
         file_bytes={"actor.safetensors": 10},
     )
-    return folder.commit(temporary, manifest, keep_last=keep_last)
+    return folder.commit(temporary, manifest, keep_last=keep_last, keep_best=keep_best)
 
 
 def names(run: Path) -> list[str]:
@@ -48,13 +48,43 @@ def test_the_last_few_are_kept_in_the_order_of_their_steps(tmp_path):
     assert names(tmp_path) == ["latest", "step_10", "step_8"]
 
 
+def accuracy(step: int, value: float) -> dict[str, float]:
+    return {"step": step, "heldout_accuracy": value}
+
+
+def test_the_best_is_kept_beside_the_last_few(tmp_path):
+    for step, value in enumerate((0.1, 0.5, 0.3, 0.5, 0.4)):
+        save(tmp_path, step, keep_last=1, keep_best=True, record=accuracy(step, value))
+    assert names(tmp_path) == ["best", "latest", "step_1", "step_4"]  # of equals the earlier
+    assert folder.best(tmp_path) == tmp_path / "checkpoints" / "step_1"
+    save(tmp_path, 5, keep_last=1, keep_best=True)  # a step that was not evaluated
+    save(tmp_path, 6, keep_last=1, record=accuracy(6, 0.9))  # kept_best=false: named no more, but kept
+    assert names(tmp_path) == ["best", "latest", "step_1", "step_6"]
+    save(tmp_path, 7, keep_last=1, keep_best=True, record=accuracy(7, 0.6))
+    assert names(tmp_path) == ["best", "latest", "step_7"]
+    config = config_of(*SMALL, "algo.num_steps=9", f"resume={tmp_path}/checkpoints/best")
+    with pytest.raises(ValueError, match="does not fit"):  # found, and saved without a config
+        folder.starting_point(config, tmp_path / "new")
+
+
+def test_a_best_that_is_gone_or_damaged_is_none(tmp_path):
+    save(tmp_path, 1, keep_best=True, record=accuracy(1, 0.9))
+    shutil.rmtree(tmp_path / "checkpoints" / "step_1")
+    assert folder.best(tmp_path) is None
+    second = save(tmp_path, 2, keep_best=True, record=accuracy(2, 0.1))
+    assert folder.best(tmp_path) == second
+    (second / "actor.safetensors").write_bytes(b"")
+    third = save(tmp_path, 3, keep_best=True, record=accuracy(3, 0.0))
+    assert folder.best(tmp_path) == third
+
+
 def test_a_save_killed_before_any_of_its_file_operations_leaves_a_whole_latest(tmp_path):
     """A child dies right before its n-th rename, removal, fsync or write, for every n until it lives."""
     operations = ((os, "replace"), (shutil, "rmtree"), (os, "fsync"), (Path, "write_text"), (Path, "mkdir"))
     outcomes = []
     for n in range(1, 100):
         run = tmp_path / str(n)
-        save(run, 1)
+        save(run, 1, keep_best=True, record=accuracy(1, 0.2))
         save(run, 2)
         child = os.fork()
         if child == 0:
@@ -71,13 +101,16 @@ def test_a_save_killed_before_any_of_its_file_operations_leaves_a_whole_latest(t
 
             for owner, name in operations:
                 setattr(owner, name, dying(getattr(owner, name)))
-            save(run, 3, keep_last=2)
+            save(run, 3, keep_last=2, keep_best=True, record=accuracy(3, 0.3))
             os._exit(0)
         survived = os.waitpid(child, 0)[1] == 0
         latest = folder.latest(run)
         assert latest is not None
         outcomes.append(folder.read(latest).step)
         assert folder.read(run / "checkpoints" / "step_2").step == 2
+        best = folder.best(run)
+        assert best is not None
+        assert folder.read(best).step in (1, 3)
         save(run, 4, keep_last=2)  # the next life of the run is not in the way of the last
         assert folder.read(run / "checkpoints" / "step_4").step == 4
         assert not list((run / "checkpoints").glob("*.tmp"))
@@ -179,4 +212,9 @@ def test_the_manifest_is_plain_json(tmp_path):
     checkpoint = save(tmp_path, 1, config=config_of(*SMALL))
     content = json.loads((checkpoint / "manifest.json").read_text())
     assert set(content) == {field.name for field in dataclasses.fields(Manifest)}
-    assert content["config"]["checkpoint"] == {"every_steps": None, "keep_last": 2}
+    assert content["config"]["checkpoint"] == {
+        "every_steps": None,
+        "keep_last": 2,
+        "keep_best": False,
+        "async_save": False,
+    }

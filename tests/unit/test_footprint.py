@@ -7,7 +7,7 @@ import pytest
 from tests.composing import config_of
 from trainer.plan.fit import check_fits, fits
 from trainer.plan.footprint import footprint
-from trainer.plan.layout import buffer_layout, buffer_layouts, optimizer_elements, parameters
+from trainer.plan.layout import Parameter, buffer_layout, buffer_layouts, optimizer_elements, parameters, tag_bytes
 
 # Llama-3-70B (arXiv:2407.21783, table 3): 128256 * 8192 * 2 + 80 * layer + 8192, layer = 8192 * (8192 + 10240 + 3 *
 # 28672 + 2)
@@ -18,6 +18,7 @@ LLAMA_70B = (
 LLAMA_VOCABULARY = 128256
 BENCH = ("model=bench_1b", "platform=cuda")
 VOCABULARY = 32768
+FOUR = ("launch.nproc=4", "algo.micro_batch_size=1")
 
 
 def plan_of(*overrides, vocab_size=VOCABULARY):
@@ -76,6 +77,34 @@ def test_buckets_and_padding_of_megatrons_buffers():
 def test_elements_of_the_flat_optimizer_state(distributed, dtype, expected):
     layout = buffer_layout([130, 100, 70], data_parallel=3, distributed_optimizer=distributed, bucket_size=200)
     assert optimizer_elements({dtype: layout}, distributed_optimizer=distributed, data_parallel=3) == expected
+
+
+def test_a_shared_tag_takes_each_rank_its_pieces_of_every_bucket():
+    """Of the first layout, in bf16: rank 0's pieces of 70 and 128 elements take 192 and 256 bytes of an arena."""
+    layout = buffer_layout([130, 100, 70], data_parallel=3, distributed_optimizer=True, bucket_size=200)
+    found = [Parameter(str(size), size, "bf16") for size in (130, 100, 70)]
+    sizes = {"found": found, "layouts": {"bf16": layout}, "table_bytes": 64}
+    assert tag_bytes(**sizes, data_parallel=3) == 64 + 192 + 256
+    assert tag_bytes(**sizes, data_parallel=1) == tag_bytes(**sizes, data_parallel=None) == 64 + 320 + 256 + 192
+
+
+def test_shared_tags_divide_the_host_bytes_of_every_tag_by_the_ranks():
+    for policy in ("full", "lean", "rebuild"):
+        whole, shared = (
+            {h.kind: h for h in plan_of(*BENCH, *FOUR, f"memory={policy}", f"memory.tags={tags}").of_role("actor")}
+            for tags in ("full", "sharded")
+        )
+        count = plan_of(*BENCH).parameter_counts["actor"]
+        tags = [kind for kind in whole if kind.startswith("weights/")] + ["param"] * (policy == "lean")
+        assert "weights/ref" in tags
+        for kind in whole:
+            saved = (whole[kind].host_asleep_bytes - shared[kind].host_asleep_bytes) / count
+            assert saved == pytest.approx(2 * 3 / 4 if kind in tags else 0, rel=1e-3), (policy, kind)
+            assert shared[kind].train_bytes == whole[kind].train_bytes
+            assert ("each rank keeps 1/4" in shared[kind].note) == (kind in tags)
+    (ref,) = (h for h in plan_of(*BENCH, "memory.tags=sharded").of_role("actor") if h.kind == "weights/ref")
+    assert "one rank alone keeps all of it" in ref.note
+    assert ref.host_asleep_bytes / count == pytest.approx(2, rel=1e-3)
 
 
 def test_the_value_head_has_a_buffer_of_its_own():
@@ -139,6 +168,33 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_policies_that_do():
     check_fits(limited("memory=lean", host_memory_gib=35.0), vocab_size=VOCABULARY)
     with pytest.raises(ValueError, match=r"These policies fit: memory=rebuild$"):
         check_fits(limited("memory=lean", host_memory_gib=30.0), vocab_size=VOCABULARY)
+
+
+def test_a_checkpoint_written_in_the_background_is_a_copy_in_host_memory():
+    async_save = ("checkpoint.async_save=true", "checkpoint.every_steps=1")
+    for ranks in (1, 4):  # which share the optimizer state; weights come once
+        common = (*BENCH, f"launch.nproc={ranks}", "algo.micro_batch_size=1")
+        without, found = plan_of(*common, async_save[1]), plan_of(*common, *async_save)
+        assert (found.holdings, found.moments) == (without.holdings, without.moments)
+        added = found.node_host_peak_bytes - without.node_host_peak_bytes
+        assert added == found.node_checkpoint_bytes
+        actor, critic = found.parameter_counts["actor"], found.parameter_counts["critic"]
+        assert added == pytest.approx((12 + 2 + 2) * actor + (12 + 2) * critic, rel=1e-3), ranks
+    assert plan_of(*BENCH, async_save[0]).node_checkpoint_bytes == 0  # no checkpoints
+    plain = tuple(f"roles.{role}.ddp.use_distributed_optimizer=false" for role in ("actor", "critic"))
+    found = plan_of(*BENCH, *async_save, *plain, "model.dtype=fp32")
+    expected = 20 * found.parameter_counts["actor"] + 16 * found.parameter_counts["critic"]
+    assert found.node_checkpoint_bytes == pytest.approx(expected, rel=1e-3)
+
+
+def test_shared_tags_are_among_what_would_fit():
+    # Per rank and actor parameter: 12/2 of optimizer state and 2 or 2/2 each for the actor's tag and the reference.
+    two = ("launch.nproc=2", "algo.micro_batch_size=1")
+    limit = plan_of(*BENCH, *two, "memory.tags=sharded").node_host_peak_bytes / 2**30 + 0.1
+    config = limited("memory=full", *two, host_memory_gib=limit)
+    with pytest.raises(ValueError, match=r"(?s)These policies fit: .*memory=lean memory\.tags=sharded$"):
+        check_fits(config, vocab_size=VOCABULARY)
+    check_fits(limited("memory.tags=sharded", *two, host_memory_gib=limit), vocab_size=VOCABULARY)
 
 
 def test_gpu_memory_is_checked_on_a_gpu_only():

@@ -511,6 +511,12 @@ def test_asleep_bytes_are_the_same_after_every_path():
     with pytest.raises(ValueError, match="'old_actor'"), role.awake(tag="old_actor"):
         pass
     assert asleep() == expected
+    with role.readable():
+        pass
+    assert asleep() == expected
+    with pytest.raises(KeyboardInterrupt), role.readable():
+        raise KeyboardInterrupt
+    assert asleep() == expected
 
 
 def test_offload_none_pins_nothing_sleeps_nothing_and_keeps_only_what_switching_needs():

@@ -126,6 +126,19 @@ def test_main_params_need_the_distributed_optimizer():
     config_of("memory=rebuild", off, "offload=none")
 
 
+def test_shared_tags_need_the_distributed_optimizer():
+    off = "roles.actor.ddp.use_distributed_optimizer=false"
+    message = error_of("memory.tags=sharded", off)
+    assert "memory.tags=sharded" in message
+    assert "only the distributed optimizer has" in message
+    fixes = ["roles.actor.ddp.use_distributed_optimizer=true", "memory.tags=full"]
+    assert suggested(message) == fixes
+    for fix in fixes:
+        config_of("memory.tags=sharded", off, fix)
+    config_of("memory.tags=sharded", off.replace("actor", "critic"))
+    assert "must be one of full, sharded" in error_of("memory.tags=half")
+
+
 @pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize(
     "extra", [[], [f"roles.actor.ddp.{GRAD_FLAG}=true"], ["memory=full"], ["offload=none", "offload.train=true"]]

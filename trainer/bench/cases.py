@@ -60,6 +60,10 @@ CASES = {
     "no_grads": Case("memory=no_grads", ("memory=no_grads",)),
     "lean_saver": Case("memory=lean, saver keeps the optimizer state", ("memory=lean", *_SAVER_KEEPS_OPTIM)),
     "lean": Case("memory=lean, arena keeps the optimizer state", ("memory=lean", *_ARENA_KEEPS_OPTIM)),
+    "lean_sharded": Case(
+        "as lean, each data-parallel rank keeps its share of the actor's tag",
+        ("memory=lean", *_ARENA_KEEPS_OPTIM, "memory.tags=sharded"),
+    ),
     "rebuild_saver": Case("memory=rebuild, saver keeps the optimizer state", ("memory=rebuild", *_SAVER_KEEPS_OPTIM)),
     "rebuild": Case("memory=rebuild, arena keeps the optimizer state", ("memory=rebuild", *_ARENA_KEEPS_OPTIM)),
     "naive": Case(
@@ -75,7 +79,7 @@ CASES = {
         peer="SlimeLike",
     ),
 }
-_GIVEN_BY_CASE = ("memory", "offload", "memory.actor.optim_keeper", "memory.critic.optim_keeper")
+_GIVEN_BY_CASE = ("memory", "offload", "memory.tags", "memory.actor.optim_keeper", "memory.critic.optim_keeper")
 
 
 def check(bench: BenchConfig, overrides: Sequence[str]) -> None:

@@ -2,8 +2,10 @@
 
     <run directory>/checkpoints/
         latest                    name of the checkpoint to go on from; replaced last
+        best                      name of the one with the highest held-out accuracy, where that is kept
         step_<n>/manifest.json    where the run stood, its config, the size of every other file
         step_<n>/*.safetensors    see :mod:`trainer.checkpoint.state`
+        step_<n>/tokenizer/       a Hugging Face tokenizer folder
         step_<n>.tmp/             being written, or left by a killed run: the next start removes it
 
 Everything is on disk (fsync) before ``latest`` names it, and older checkpoints are removed after that, so a run may be
@@ -24,7 +26,8 @@ from typing import Any
 from trainer.config import Config, to_plain
 
 FOLDER = "checkpoints"
-_LATEST, _MANIFEST, _TEMPORARY = "latest", "manifest.json", ".tmp"
+_LATEST, _BEST, _MANIFEST, _TEMPORARY = "latest", "best", "manifest.json", ".tmp"
+_ACCURACY = "heldout_accuracy"
 _HARMLESS_MODEL_KEYS = {"init_std"}  # used before the first step only
 
 
@@ -38,7 +41,7 @@ class Manifest:
         optimizer_steps: role -> the count in Adam's bias correction (skipped ones not).
         record: the step's record of metrics.jsonl.
         config: every resolved setting of the run that saved.
-        file_bytes: name -> size of every other file in the folder.
+        file_bytes: name (with its folder, if any) -> size of every other file in the folder.
     """
 
     step: int
@@ -64,8 +67,11 @@ def remove_leftovers(folder: Path) -> None:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
-def commit(temporary: Path, manifest: Manifest, *, keep_last: int) -> Path:
-    """Turn a folder of files that are on disk into a checkpoint, name it the latest, and keep the last few."""
+def commit(temporary: Path, manifest: Manifest, *, keep_last: int, keep_best: bool) -> Path:
+    """Turn a folder of files that are on disk into a checkpoint, name it the latest, and keep the last few.
+
+    With ``keep_best`` it is named the best too if no older one has reached its held-out accuracy; the best is kept.
+    """
     folder, final = temporary.parent, temporary.with_suffix("")
     _write_to_disk(temporary / _MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
     sync(temporary)
@@ -73,13 +79,29 @@ def commit(temporary: Path, manifest: Manifest, *, keep_last: int) -> Path:
         shutil.rmtree(final)
     os.replace(temporary, final)
     sync(folder)
-    _write_to_disk(folder / f"{_LATEST}{_TEMPORARY}", final.name + "\n")
-    os.replace(folder / f"{_LATEST}{_TEMPORARY}", folder / _LATEST)
-    sync(folder)
-    past = [path for path in _steps(folder) if _step_of(path) <= manifest.step]
+    if keep_best and _is_best(manifest, folder):
+        _point(folder / _BEST, final)
+    _point(folder / _LATEST, final)
+    past, kept = [path for path in _steps(folder) if _step_of(path) <= manifest.step], best(folder.parent)
     for old in past[:-keep_last]:
-        shutil.rmtree(old)
+        if old != kept:
+            shutil.rmtree(old)
     return final
+
+
+def _point(pointer: Path, checkpoint: Path) -> None:
+    """Let the file ``pointer`` name ``checkpoint``, at once and on disk."""
+    temporary = pointer.with_name(f"{pointer.name}{_TEMPORARY}")
+    _write_to_disk(temporary, checkpoint.name + "\n")
+    os.replace(temporary, pointer)
+    sync(pointer.parent)
+
+
+def _is_best(manifest: Manifest, folder: Path) -> bool:
+    accuracy, before = manifest.record.get(_ACCURACY), best(folder.parent)
+    if accuracy is None or before is None or _fault_in(before) is not None:
+        return accuracy is not None
+    return accuracy > json.loads((before / _MANIFEST).read_text())["record"][_ACCURACY]
 
 
 def sync(path: Path) -> None:
@@ -93,7 +115,16 @@ def sync(path: Path) -> None:
 
 def latest(run_directory: Path) -> Path | None:
     """The checkpoint that ``latest`` names; None if the run has saved none."""
-    pointer = run_directory / FOLDER / _LATEST
+    return _named_by(run_directory / FOLDER / _LATEST)
+
+
+def best(run_directory: Path) -> Path | None:
+    """The checkpoint that ``best`` names; None if there is none (or a kill came while the same step was saved anew)."""
+    found = _named_by(run_directory / FOLDER / _BEST)
+    return found if found is not None and found.exists() else None
+
+
+def _named_by(pointer: Path) -> Path | None:
     return pointer.parent / pointer.read_text().strip() if pointer.exists() else None
 
 
@@ -162,11 +193,13 @@ def _named(path: Path) -> Path:
         found = latest(path)
         if found is not None:
             return found
+    elif path.parent.name == FOLDER and path.name in (_LATEST, _BEST) and path.is_file():
+        return path.parent / path.read_text().strip()
     elif path.parent.name == FOLDER and path.is_dir():
         return path
     raise ValueError(
         f"resume={path}: no checkpoint there. Give a run directory with {FOLDER}/{_LATEST}, or one of its "
-        f"{FOLDER}/step_<n>; a run saves checkpoints with checkpoint.every_steps=<number>"
+        f"{FOLDER}/step_<n> (or {FOLDER}/{_BEST}); a run saves checkpoints with checkpoint.every_steps=<number>"
     )
 
 

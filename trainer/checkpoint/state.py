@@ -4,29 +4,35 @@
     <role>_weights_<tag>.safetensors     further tags of the weights backuper (the reference model)
     <role>_optimizer_<rank>.safetensors  ``main/``, ``exp_avg/``, ``exp_avg_sq/`` + parameter name: this rank's share of
                                          the flattened parameter; the header says where in it the share starts
+    tokenizer/                           the run's tokenizer, a Hugging Face folder
 
 Random draws are keyed by (seed, purpose, step, rank), so no generator state is kept. Shares are found by parameter name
 and position, so a checkpoint can be loaded with another number of ranks, with or without the distributed optimizer, and
 under any memory policy. Simplifies megatron-core's dist_checkpointing: one file per rank, no tensor or pipeline
-parallelism, saving blocks the run, and one role at a time passes through host memory.
+parallelism. Saving blocks the run while one role at a time is written; with ``checkpoint.async_save`` it blocks while
+all of them are copied to host memory.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import distributed
 
 from trainer import optimizer as optimizers
 from trainer.checkpoint import folder
 from trainer.checkpoint.folder import Manifest
+from trainer.checkpoint.writing import BackgroundWriter, File, SaveError, on_every_rank, on_rank_0, write_bytes
 from trainer.config import Config, to_plain
 from trainer.models.build import named_tensors
 from trainer.optimizer import Share
@@ -41,46 +47,66 @@ class Checkpoints:
     Args:
         run_directory: checkpoints are saved in it.
         resume_from: a checkpoint of this or another run, or None to start anew.
+        tokenizer: a Hugging Face tokenizer, saved with every checkpoint.
         note: takes a line for the user when a save failed; the run goes on, since the checkpoint before is whole.
     """
 
     def __init__(
-        self, config: Config, run_directory: Path, *, resume_from: Path | None, note: Callable[[str], None]
+        self,
+        config: Config,
+        run_directory: Path,
+        *,
+        resume_from: Path | None,
+        tokenizer: Any,
+        note: Callable[[str], None],
     ) -> None:
         self._config, self._folder = config, run_directory / folder.FOLDER
         self._resume_from, self._note = resume_from, note
+        self._tokenizer = tokenizer
+        self._writer = BackgroundWriter() if config.checkpoint.async_save else None
+        self._step_under_way = 0
 
     def is_due(self, step: int) -> bool:
         """Whether ``step`` ends with a checkpoint: every so many steps, and at the last one."""
         every = self._config.checkpoint.every_steps
         return every is not None and (step % every == 0 or step == self._config.algo.num_steps)
 
+    def needs_accuracy(self, step: int) -> bool:
+        """Whether the record of ``step`` must hold the held-out accuracy, by which checkpoints are compared."""
+        return self._config.checkpoint.keep_best and self.is_due(step)
+
     def save(
         self, roles: Roles, *, step: int, kl_coef: float, schedule_steps: Mapping[str, int], record: Mapping[str, Any]
     ) -> None:
-        """Save the roles, asleep or awake (they are asleep afterwards), unless the disk refuses."""
-        try:
-            temporary = _on_rank_0(lambda: folder.begin(self._folder, step))
-            optimizer_steps, file_bytes = {}, {}
-            for name, role in roles.items():
-                with role.awake():
-                    optimizer_steps[name] = _maximum(optimizers.step_count(role.optimizer))
-                    for written in _on_every_rank(lambda role=role: _write(role, temporary)):
-                        file_bytes |= written
-            manifest = Manifest(
-                step=step,
-                kl_coef=kl_coef,
-                schedule_steps=schedule_steps,
-                optimizer_steps=optimizer_steps,
-                record=record,
-                config=to_plain(self._config),
-                file_bytes=file_bytes,
-            )
-            keep_last = self._config.checkpoint.keep_last
-            _on_rank_0(lambda: folder.commit(temporary, manifest, keep_last=keep_last))
-        except _SaveError as error:
-            self._note(f"no checkpoint of step {step}: {error}. The run goes on; the checkpoint before it is whole")
-            _remove_quietly(self._folder)
+        """Save the roles, asleep or awake (they are asleep afterwards), unless the disk refuses.
+
+        With ``checkpoint.async_save`` this returns once host memory holds a copy, after the save before has ended;
+        whether the disk takes it is known at the next save, or from :meth:`finish`.
+        """
+        self.finish()
+        manifest = Manifest(
+            step=step,
+            kl_coef=kl_coef,
+            schedule_steps=schedule_steps,
+            optimizer_steps={name: _maximum(optimizers.step_count(role.optimizer)) for name, role in roles.items()},
+            record=record,
+            config=to_plain(self._config),
+            file_bytes={},
+        )
+        if self._writer is None:
+            with closing(_files(roles)) as files, self._noting_errors(step):
+                self._write(manifest, files, self._tokenizer_files, group=None)
+            return
+        copies = [[file.in_host_memory() for file in of_role] for of_role in _files(roles)]
+        group, tokenizer_files = self._writer.group, self._tokenizer_files
+        self._step_under_way = step
+        self._writer.start(lambda: self._write(manifest, copies, tokenizer_files, group=group))
+
+    def finish(self) -> None:
+        """Wait until the save that is under way, if any, has ended."""
+        if self._writer is not None:
+            with self._noting_errors(self._step_under_way):
+                self._writer.finish()
 
     def restore(self, roles: Roles) -> Manifest | None:
         """Give the roles what ``resume_from`` holds (they are asleep afterwards); None, and no change, without one."""
@@ -92,30 +118,71 @@ class Checkpoints:
                 _read(role, self._resume_from, optimizer_step=manifest.optimizer_steps[name])
         return manifest
 
+    def _write(
+        self, manifest: Manifest, files: Iterable[list[File]], tokenizer_files: Mapping[str, bytes], *, group: Any
+    ) -> None:
+        """Write all ranks' files and make them a checkpoint; touches no device. Raises SaveError on every rank."""
+        settings = self._config.checkpoint
+        try:
+            temporary = on_rank_0(lambda: folder.begin(self._folder, manifest.step), group=group)
+            sizes = on_rank_0(lambda: write_bytes(temporary, tokenizer_files), group=group)
+            for of_role in files:
+                written = on_every_rank(lambda of_role=of_role: [f.write(temporary) for f in of_role], group=group)
+                sizes |= {name: size for of_rank in written for file in of_rank for name, size in file.items()}
+            whole = replace(manifest, file_bytes=sizes)
+            keep_last, keep_best = settings.keep_last, settings.keep_best
+            on_rank_0(lambda: folder.commit(temporary, whole, keep_last=keep_last, keep_best=keep_best), group=group)
+        except SaveError:
+            if distributed.get_rank() == 0:
+                with suppress(OSError):  # the next save or start removes them
+                    folder.remove_leftovers(self._folder)
+            raise
 
-def _write(role: Role, directory: Path) -> dict[str, int]:
-    """Write this rank's files of an awake role -> name and size of each, all on disk."""
+    @contextmanager
+    def _noting_errors(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except SaveError as error:
+            self._note(f"no checkpoint of step {step}: {error}. The run goes on; the checkpoint before it is whole")
+
+    @functools.cached_property
+    def _tokenizer_files(self) -> Mapping[str, bytes]:
+        """Name -> content on rank 0, nothing elsewhere. Of the main thread: a tokenizer in use must not be saved."""
+        if distributed.get_rank() != 0:
+            return {}
+        with tempfile.TemporaryDirectory() as temporary:
+            self._tokenizer.save_pretrained(temporary)
+            paths = [path for path in sorted(Path(temporary).rglob("*")) if path.is_file()]
+            return {f"tokenizer/{path.relative_to(temporary)}": path.read_bytes() for path in paths}
+
+
+def _files(roles: Roles) -> Generator[list[File], None, None]:
+    """This rank's files of each role, whose tensors may be read until the next role's are asked for; it is asleep then.
+
+    Collective, since ranks may share weights.
+    """
     rank = distributed.get_rank()
-    shares = list(optimizers.shares(role.optimizer, dict(named_tensors(role.chunks))))
-    tensors = {f"{kind}/{share.name}": tensor for share in shares for kind, tensor in share.tensors.items()}
-    starts = {"starts": json.dumps({share.name: share.start for share in shares})}
-    sizes = _save(directory / f"{role.name}_optimizer_{rank}.safetensors", tensors, starts)
-    if rank == 0:  # weights are the same on all ranks
-        sizes |= _save(directory / f"{role.name}_weights.safetensors", dict(named_tensors(role.chunks)), {})
-        for tag in _further_tags(role):
-            assert role.backuper is not None
-            sizes |= _save(directory / f"{role.name}_weights_{tag}.safetensors", role.backuper.get(tag), {})
-    return sizes
+    for role in roles.values():
+        with role.readable() as (weights, shares):
+            tensors = {f"{kind}/{share.name}": tensor for share in shares for kind, tensor in share.tensors.items()}
+            starts = {"starts": json.dumps({share.name: share.start for share in shares})}
+            files = [
+                File(f"{role.name}_optimizer_{rank}.safetensors", tensors, starts),
+                File(f"{role.name}_weights.safetensors", _on_one_rank(weights), {}),
+            ]
+            for tag in _further_tags(role):
+                assert role.backuper is not None
+                files.append(File(f"{role.name}_weights_{tag}.safetensors", _on_one_rank(role.backuper.get(tag)), {}))
+            yield files if rank == 0 else files[:1]
+
+
+def _on_one_rank(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Weights, which are the same on all ranks: all of them on rank 0, none elsewhere. Collective."""
+    return {name: tensor for name, tensor in weights.items() if distributed.get_rank() == 0}
 
 
 def _further_tags(role: Role) -> list[str]:
     return [tag for tag in role.backuper.backup_tags if tag != role.name] if role.backuper else []
-
-
-def _save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> dict[str, int]:
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
-    folder.sync(path)
-    return {path.name: path.stat().st_size}
 
 
 def _read(role: Role, checkpoint: Path, *, optimizer_step: int) -> None:
@@ -157,35 +224,6 @@ def _fill(share: Share, saved: Any, *, saved_start: int) -> int:
     return count
 
 
-class _SaveError(Exception):
-    """A rank could not write; raised on all ranks alike."""
-
-
-def _on_every_rank(action: Callable[[], Any]) -> list[Any]:
-    """The results of all ranks. Raises _SaveError on every rank if the disk refused one of them."""
-    result = error = None
-    try:
-        result = action()
-    except (OSError, SafetensorError) as cause:
-        error = f"rank {distributed.get_rank()}: {cause}"
-    outcomes: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(outcomes, (result, error))
-    for _, failure in outcomes:
-        if failure is not None:
-            raise _SaveError(failure)
-    return [outcome for outcome, _ in outcomes]
-
-
-def _on_rank_0(action: Callable[[], Any]) -> Any:
-    return _on_every_rank(lambda: action() if distributed.get_rank() == 0 else None)[0]
-
-
 def _maximum(count: int) -> int:
     """Over the ranks: an optimizer without parameters on its rank need not count."""
-    return max(_on_every_rank(lambda: count))
-
-
-def _remove_quietly(path: Path) -> None:
-    if distributed.get_rank() == 0:
-        with suppress(OSError):  # the next save or start removes them
-            folder.remove_leftovers(path)
+    return max(on_every_rank(lambda: count))

@@ -138,6 +138,10 @@ def plan_job(composed: DictConfig, *, overrides: Sequence[str], in_sweep: bool, 
     console.print(f"parameters: {counts}   vocabulary: {vocab_size}   ranks: {prediction.ranks}")
     console.print(footprint_table(prediction))
     console.print(moment_table(prediction))
+    if prediction.node_checkpoint_bytes:
+        unit, size = byte_unit(prediction.node_checkpoint_bytes)
+        amount = prediction.node_checkpoint_bytes / size
+        console.print(f"while a checkpoint is written in the background: {amount:.2f} {unit} more on the node's host")
     check_fits(config, vocab_size=vocab_size)
 
 

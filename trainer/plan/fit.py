@@ -27,7 +27,7 @@ def check_fits(config: Config, *, vocab_size: int) -> None:
     for name, other in _other_policies(config):
         prediction = footprint(other, vocab_size=vocab_size)
         if not _problems(other, prediction):
-            fitting.append((prediction.node_host_peak_bytes, f"memory={name}"))
+            fitting.append((prediction.node_host_peak_bytes, name))
     advice = (
         f"these policies fit: {', '.join(name for _, name in sorted(fitting))}"
         if fitting
@@ -54,15 +54,25 @@ def _problems(config: Config, prediction: Footprint) -> list[str]:
 
 
 def _other_policies(config: Config) -> Iterator[tuple[str, Config]]:
-    """The config under every option of the group ``memory``, its flags following from it; refused ones left out."""
+    """Overrides -> the config under them: every option of the group ``memory``, its flags following from it, with tags
+    as they are and, where several ranks could share them, shared. Refused ones are left out."""
     for file in resources.files("conf").joinpath("memory").iterdir():
         if file.name.endswith(".yaml"):
+            name = f"memory={file.name.removesuffix('.yaml')}"
             changed = with_policy(config, yaml.safe_load(file.read_text()))
-            try:
-                rules.check(changed, explicit_flags=())
-            except ValueError:
-                continue
-            yield file.name.removesuffix(".yaml"), changed
+            choices = {name: changed}
+            if config.data_parallel_size > 1 and config.memory.tags == "full":
+                memory = dataclasses.replace(changed.memory, tags="sharded")
+                choices[f"{name} memory.tags=sharded"] = dataclasses.replace(changed, memory=memory)
+            yield from ((overrides, choice) for overrides, choice in choices.items() if _is_allowed(choice))
+
+
+def _is_allowed(config: Config) -> bool:
+    try:
+        rules.check(config, explicit_flags=())
+    except ValueError:
+        return False
+    return True
 
 
 def with_policy(config: Config, policy: dict[str, dict[str, str]]) -> Config:

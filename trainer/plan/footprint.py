@@ -24,6 +24,7 @@ from trainer.plan.layout import (
     parameters,
     rotary_table_bytes,
     round_up,
+    tag_bytes,
 )
 
 ENGINE = "engine"
@@ -37,12 +38,14 @@ class RoleBytes:
         kinds: buffer kind of :mod:`trainer.plan` -> device bytes while awake.
         main_params: the part of ``optim`` that holds main params.
         tag: host bytes of one weights tag.
+        weights: of all tensors that a forward pass reads.
     """
 
     parameter_count: int
     kinds: dict[str, int]
     main_params: int
     tag: int
+    weights: int
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Footprint:
 
     Attributes:
         host_is_device: the platform is the CPU, so what lies "on the device" lies in host memory too.
+        node_checkpoint_bytes: host bytes, on the node, of a checkpoint that is written while the run goes on.
     """
 
     ranks: int
@@ -95,6 +99,7 @@ class Footprint:
     parameter_counts: dict[str, int]
     holdings: tuple[Holding, ...]
     moments: tuple[Moment, ...]
+    node_checkpoint_bytes: int
 
     def of_role(self, role: str) -> tuple[Holding, ...]:
         return tuple(holding for holding in self.holdings if holding.role == role)
@@ -111,7 +116,8 @@ class Footprint:
     @property
     def node_host_peak_bytes(self) -> int:
         """Of all ranks together."""
-        return self.ranks * max(m.host_bytes + self.host_is_device * m.device_bytes for m in self.moments)
+        peak = max(m.host_bytes + self.host_is_device * m.device_bytes for m in self.moments)
+        return self.ranks * peak + self.node_checkpoint_bytes
 
 
 def footprint(config: Config, *, vocab_size: int) -> Footprint:
@@ -126,7 +132,21 @@ def footprint(config: Config, *, vocab_size: int) -> Footprint:
         parameter_counts={role: sizes.parameter_count for role, sizes in roles.items()},
         holdings=tuple(holdings),
         moments=tuple(_moments(config, plan, holdings, roles)),
+        node_checkpoint_bytes=_checkpoint_bytes(config, roles),
     )
+
+
+def _checkpoint_bytes(config: Config, roles: dict[str, RoleBytes]) -> int:
+    """The copy of ``checkpoint.async_save``: every rank's shares of the optimizer state, and once all weights, the
+    reference's too."""
+    if config.checkpoint.every_steps is None or not config.checkpoint.async_save:
+        return 0
+    size = 0
+    for role, sizes in roles.items():
+        own_main = sizes.weights if sizes.main_params == 0 else 0  # fp32 parameters that are their own main params
+        size += config.launch.nproc * (sizes.kinds["optim"] + own_main)
+        size += sizes.weights * (2 if role == "actor" else 1)
+    return size
 
 
 def role_bytes(config: Config, role: str, *, vocab_size: int, bucket_size: int | None = None) -> RoleBytes:
@@ -149,8 +169,13 @@ def role_bytes(config: Config, role: str, *, vocab_size: int, bucket_size: int |
         kinds=_kinds(found, layouts, distributed_optimizer=ddp.use_distributed_optimizer, table=table)
         | {"optim": optimizer * ITEM_BYTES["fp32"]},
         main_params=main_params * ITEM_BYTES["fp32"],
-        tag=sum(round_up(size, ALIGNMENT_BYTES) for size in (table, *(p.size_bytes for p in found))),
+        tag=tag_bytes(found, layouts, table_bytes=table, data_parallel=_ranks_that_share_tags(config)),
+        weights=table + sum(parameter.size_bytes for parameter in found),
     )
+
+
+def _ranks_that_share_tags(config: Config) -> int | None:
+    return config.data_parallel_size if config.memory.tags == "sharded" else None
 
 
 def _kinds(
@@ -174,7 +199,8 @@ def _role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> I
             continue
         size = sizes.kinds[row.kind]
         copy = size if row.saver_backup else 0
-        lasting = sizes.tag if own_tag_restores and row.kind == own_tag_kind else 0
+        holds_tag = own_tag_restores and row.kind == own_tag_kind
+        lasting = sizes.tag if holds_tag else 0
         if row.keeper == "arena":
             lasting += round_up(size, ALIGNMENT_BYTES)
         yield Holding(
@@ -182,7 +208,7 @@ def _role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> I
             row.kind,
             row.keeper,
             row.flag,
-            row.note,
+            _joined(row.note, _share_note(config)) if holds_tag else row.note,
             train_bytes=size,
             forward_bytes=size if _awake_for_forward(plan, row) else 0,
             asleep_bytes=0 if plan.sleeps else size,
@@ -190,13 +216,25 @@ def _role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> I
             host_asleep_bytes=lasting + copy,
         )
     if keeps_own_tag and not own_tag_restores:
-        yield _tag_holding(role, role, sizes)
+        yield _tag_holding(config, role, role, sizes)
     if role == "actor":
-        yield _tag_holding(role, "ref", sizes)
+        yield _tag_holding(config, role, "ref", sizes)
 
 
-def _tag_holding(role: str, tag: str, sizes: RoleBytes) -> Holding:
-    note = "the reference model" if tag == "ref" else "kept for switching back from other tags"
+def _share_note(config: Config) -> str:
+    ranks = _ranks_that_share_tags(config)
+    if ranks is None:
+        return ""
+    return f"each rank keeps 1/{ranks}" if ranks > 1 else "one rank alone keeps all of it"
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)
+
+
+def _tag_holding(config: Config, role: str, tag: str, sizes: RoleBytes) -> Holding:
+    what = "the reference model" if tag == "ref" else "kept for switching back from other tags"
+    note = _joined(what, _share_note(config))
     return Holding(
         role, f"weights/{tag}", "backuper", note=note, host_awake_bytes=sizes.tag, host_asleep_bytes=sizes.tag
     )

@@ -145,6 +145,20 @@ def buffer_layouts(
     }
 
 
+def tag_bytes(
+    found: Sequence[Parameter], layouts: dict[str, BufferLayout], *, table_bytes: int, data_parallel: int | None
+) -> int:
+    """Host bytes of one weights tag on the rank that holds most; ``data_parallel``: ranks that share it, None if none
+    do. The rotary table (``table_bytes``) is never shared."""
+    if data_parallel is None:
+        return sum(round_up(size, ALIGNMENT_BYTES) for size in (table_bytes, *(p.size_bytes for p in found)))
+    held = [round_up(table_bytes, ALIGNMENT_BYTES)] * data_parallel
+    for dtype, layout in layouts.items():
+        for rank, pieces in enumerate(layout.shards(data_parallel)):
+            held[rank] += sum(round_up(piece * ITEM_BYTES[dtype], ALIGNMENT_BYTES) for piece in pieces)
+    return max(held)
+
+
 def optimizer_elements(
     layouts: dict[str, BufferLayout], *, distributed_optimizer: bool, data_parallel: int
 ) -> tuple[int, int]:

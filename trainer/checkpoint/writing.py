@@ -1,0 +1,104 @@
+"""Files of a checkpoint and how ranks write them together, at once or in the background.
+
+Every rank writes its own files. After each part of a save the ranks agree whether it went well everywhere, so a disk
+that refuses one of them stops all. In the background they agree through a group of their own, since collectives of two
+threads in one group would mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import distributed
+
+from trainer.checkpoint import folder
+
+SLOWEST_DISK = timedelta(hours=2)  # how long ranks wait for one another in the background
+
+
+@dataclass(frozen=True)
+class File:
+    """A safetensors file to be."""
+
+    name: str
+    tensors: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, str]
+
+    def in_host_memory(self) -> File:
+        """The same with copies of the tensors, which later changes do not reach."""
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in self.tensors.items()}
+        return File(self.name, copies, self.metadata)
+
+    def write(self, directory: Path) -> dict[str, int]:
+        """Write it -> its name and size, on disk."""
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
+        path = directory / self.name
+        save_file(tensors, path, dict(self.metadata))
+        folder.sync(path)
+        return {self.name: path.stat().st_size}
+
+
+def write_bytes(directory: Path, files: Mapping[str, bytes]) -> dict[str, int]:
+    """Write files given as name (with folders) -> content -> their names and sizes, on disk."""
+    for name, content in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        folder.sync(path)
+        folder.sync(path.parent)
+    return {name: len(content) for name, content in files.items()}
+
+
+class SaveError(Exception):
+    """A rank could not write; raised on all ranks alike."""
+
+
+def on_every_rank(action: Callable[[], Any], *, group: Any = None) -> list[Any]:
+    """The results of all ranks. Raises SaveError on every rank if the disk refused one of them."""
+    result = error = None
+    try:
+        result = action()
+    except (OSError, SafetensorError) as cause:
+        error = f"rank {distributed.get_rank()}: {cause}"
+    outcomes: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(outcomes, (result, error), group=group)
+    for _, failure in outcomes:
+        if failure is not None:
+            raise SaveError(failure)
+    return [outcome for outcome, _ in outcomes]
+
+
+def on_rank_0(action: Callable[[], Any], *, group: Any = None) -> Any:
+    """What rank 0's ``action`` returned, on every rank. Raises SaveError likewise."""
+    return on_every_rank(lambda: action() if distributed.get_rank() == 0 else None, group=group)[0]
+
+
+class BackgroundWriter:
+    """Runs one save at a time in a thread. Making one is collective.
+
+    A process that ends by an exception waits for its thread first, as Python does for every such thread.
+    """
+
+    def __init__(self) -> None:
+        self.group = distributed.new_group(backend="gloo", timeout=SLOWEST_DISK)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way: Future[None] | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Begin ``write``, which may use collectives of :attr:`group` only; :meth:`finish` must have been called."""
+        assert self._under_way is None
+        self._under_way = self._pool.submit(write)
+
+    def finish(self) -> None:
+        """Wait for what was started, if anything; its exception is raised here."""
+        if self._under_way is not None:
+            under_way, self._under_way = self._under_way, None
+            under_way.result()
