@@ -205,6 +205,7 @@ class AlgoConfig(Section):
     epochs: int
     minibatches: int
     micro_batch_size: int
+    micro_batch_tokens: Optional[int]  # noqa: UP045
     gamma: float
     lam: float
     whiten_advantages: bool
@@ -224,8 +225,11 @@ class AlgoConfig(Section):
 
 @dataclass
 class PlatformConfig(Section):
+    """``peak_tflops``: dense bf16 peak of one device, for MFU; null: known by the device's name, or not at all."""
+
     name: str
     deterministic: bool
+    peak_tflops: Optional[float]  # noqa: UP045
 
 
 @dataclass

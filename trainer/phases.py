@@ -28,6 +28,7 @@ class Phases:
         self._asleep: dict[tuple[str, str], tuple[int, int]] = {}
         self._peak_asleep = (0, 0)
         self._seconds: dict[str, float] = {}
+        self._rates: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None
 
     @contextmanager
     def phase(self, name: str, *, step: int) -> Iterator[None]:
@@ -51,12 +52,17 @@ class Phases:
         released, backed_up = (sum(sizes[i] for sizes in self._asleep.values()) for i in (0, 1))
         self._peak_asleep = max(self._peak_asleep, (released, backed_up))
 
+    def rate_with(self, rates: Callable[[Mapping[str, float]], Mapping[str, float]]) -> None:
+        """Let ``rates`` turn the seconds of this step's phases into more metrics of it."""
+        self._rates = rates
+
     def end_step(self) -> Mapping[str, float | int]:
-        """Metrics of the step that ends: ``seconds/<phase>`` and memory; starts the next step's count."""
+        """Metrics of the step that ends: ``seconds/<phase>``, rates and memory; starts the next step's count."""
         metrics: dict[str, float | int] = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
+        metrics |= self._rates(self._seconds) if self._rates else {}
         metrics["host_rss_bytes"] = self._process.memory_info().rss
         metrics["asleep_released_bytes"], metrics["asleep_backup_bytes"] = self._peak_asleep
-        self._seconds, self._peak_asleep = {}, (0, 0)
+        self._seconds, self._peak_asleep, self._rates = {}, (0, 0), None
         return metrics
 
     def _sample(self) -> None:

@@ -65,7 +65,7 @@ def _run(case: Case) -> dict[str, Any]:
         checkpoints.save(run.roles, step=state.step, **fields)
     else:
         loop.train(run, loop.Outputs(recorder, None, recorder), checkpoints=checkpoints)
-    varying = ("seconds/", "host_", "asleep_")
+    varying = ("seconds/", "tokens_per_second", "mfu/", "host_", "asleep_")
     numbers = [{k: v for k, v in record.items() if not k.startswith(varying)} for record in records]
     return {"metrics": numbers, "notes": notes}
 
