@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # Dotted name -> allowed words.
 CHOICES = {
     "model.dtype": ("bf16", "fp32"),
+    "model.attention_backend": ("sdpa", "te"),
     "optimizer.lr_schedule": ("constant", "linear", "cosine"),
     "rollout.engine": ("hf",),
     "algo.loss_aggregation": ("token_mean", "sequence_mean"),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class
 
-from trainer import limits, micro_batch_rules
+from trainer import limits, speed_rules
 from trainer.hf_architecture import FIXED, architecture_of
 from trainer.tokenizer import check_vocab_size
 
@@ -56,7 +56,7 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     check_model_shapes(config)
     check_checkpoints(config)
     check_batch_sizes(config)
-    micro_batch_rules.check(config)
+    speed_rules.check(config)
     check_lengths(config)
     check_task(config)
     check_tokenizer(config)

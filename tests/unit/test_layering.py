@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = [
     ["patches"],
     ["trainer.tasks", "trainer.algo", "trainer.report.units", "trainer.report.records", "trainer.launch_environment"],
-    ["trainer.tokenizer", "trainer.limits", "trainer.hf_architecture", "trainer.micro_batch_rules"],
+    ["trainer.tokenizer", "trainer.limits", "trainer.hf_architecture", "trainer.speed_rules"],
     ["trainer.rules"],
     ["trainer.config"],
     [

@@ -1,8 +1,9 @@
-"""Rules of ``algo.micro_batch_tokens``, which groups sequences by length; :mod:`trainer.rules` checks them."""
+"""Rules of what makes training fast: core attention, micro-batches by length; :mod:`trainer.rules` checks them."""
 
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,10 +12,37 @@ if TYPE_CHECKING:
 
 def check(config: Config) -> None:
     """Raises ValueError: the first broken rule."""
+    check_attention_backend(config)
     if config.algo.micro_batch_tokens is not None:
         check_equal_minibatches(config)
         check_a_sequence_fits(config)
         check_pipeline(config)
+
+
+def default_attention_backend(platform: str) -> str:
+    """``te`` where Transformer Engine is installed and there are GPUs to run it, else ``sdpa``."""
+    return "te" if platform == "cuda" and _has_transformer_engine() else "sdpa"
+
+
+def _has_transformer_engine() -> bool:
+    return find_spec("transformer_engine") is not None
+
+
+def check_attention_backend(config: Config) -> None:
+    for role, role_config in config.roles.items():
+        if role_config.model.attention_backend != "te":
+            continue
+        setting = f"roles.{role}.model.attention_backend=te"
+        if config.platform.name != "cuda":
+            raise ValueError(
+                f"{setting} with platform.name={config.platform.name}: Transformer Engine needs a GPU. Use "
+                "model.attention_backend=sdpa, or leave it out"
+            )
+        if not _has_transformer_engine():
+            raise ValueError(
+                f"{setting}, but Transformer Engine is not installed: pip install 'transformer-engine[pytorch]', use "
+                "model.attention_backend=sdpa, or leave it out"
+            )
 
 
 def check_equal_minibatches(config: Config) -> None:
