@@ -100,7 +100,7 @@ def warm_up(run: Run, outputs: Outputs) -> None:
         for number in range(1, settings.warmup_steps + 1):
             optimizer.set_learning_rate(actor.optimizer, settings.warmup_lr)
             batch = run.prompts.supervised_batch(number)
-            sums = step.train_minibatch(actor, batch, loss, **_split(settings))
+            sums = step.train_minibatch(actor, batch, loss, **split_of(settings))
             if outputs.progress:
                 mean = sums["loss_sum"] / sums["loss_count"]
                 outputs.progress.warm_up(number, total=settings.warmup_steps, loss=mean)
@@ -121,7 +121,7 @@ def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: fl
     """One PPO step: from prompts to trained critic and actor."""
     config, settings, phases = run.config, run.config.algo, run.phases
     actor, critic = run.actor, run.critic
-    split: Split = {**_split(settings), "minibatches": settings.minibatches}
+    split: Split = {**split_of(settings), "minibatches": settings.minibatches}
     scoring = {"temperature": config.rollout.temperature, "vocab_size": run.vocab_size, **split}
 
     with phases.phase("sync", step=number):
@@ -240,12 +240,13 @@ def _train(
     for epoch in range(settings.epochs):
         for rows in run.prompts.minibatch_rows(len(batch["tokens"]), step=number, epoch=epoch):
             minibatch = step.select(batch, rows.to(batch["tokens"].device))
-            results.append(step.train_minibatch(role, minibatch, loss, **_split(settings)))
+            results.append(step.train_minibatch(role, minibatch, loss, **split_of(settings)))
             schedule.step(1)
     return results
 
 
-def _split(settings: AlgoConfig) -> Split:
+def split_of(settings: AlgoConfig) -> Split:
+    """How training splits a minibatch."""
     return {"micro_batch_size": settings.micro_batch_size, "micro_batch_tokens": settings.micro_batch_tokens}
 
 

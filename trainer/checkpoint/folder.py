@@ -25,7 +25,7 @@ from trainer.config import Config, to_plain
 
 FOLDER = "checkpoints"
 _LATEST, _MANIFEST, _TEMPORARY = "latest", "manifest.json", ".tmp"
-_HARMLESS_MODEL_KEYS = {"init_std"}  # used before the first step only
+_HARMLESS_MODEL_KEYS = {"init_std", "attention_backend"}  # used before the first step only; no weights depend on it
 
 
 @dataclass(frozen=True, kw_only=True)
