@@ -12,6 +12,8 @@ import torch
 
 Record = dict[str, Any]
 
+SAMPLING = "memory_samples"
+
 
 class Phases:
     """Times phases and collects memory records.
@@ -32,14 +34,17 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str, *, step: int) -> Iterator[None]:
-        """Everything inside counts as phase ``name`` of ``step``."""
+        """Everything inside counts as phase ``name`` of ``step``. The memory sample after it counts as a phase of its
+        own, since asking for the proportional set makes the kernel walk through all pages of the process."""
         self._step, self._phase = step, name
         start = time.perf_counter()
         yield
         if self._gpu:
             torch.cuda.synchronize()
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+        worked = time.perf_counter()
         self._sample()
+        for phase, seconds in ((name, worked - start), (SAMPLING, time.perf_counter() - worked)):
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
     def observe(self, event: Record) -> None:
         """A region fell asleep or woke up; called by roles and the engine."""
