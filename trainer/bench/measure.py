@@ -60,7 +60,7 @@ def run_case(job: CaseJob) -> dict[str, Any]:
     return {
         "platform": platform.describe(job.config),
         "nproc": job.config.launch.nproc,
-        "versions": _versions(),
+        "versions": versions(),
         "parameters": {role.name: role.parameter_count() for role in roles},
         "build_seconds": build_seconds,
         "memory_baseline": baseline,
@@ -200,6 +200,7 @@ def _true_on_all_ranks(value: bool) -> bool:
     return sum_over_ranks({"false": float(not value)})["false"] == 0
 
 
-def _versions() -> dict[str, str]:
-    names = ("torch", "megatron-core", "torch-memory-saver")
+def versions() -> dict[str, str]:
+    """Of Python and of what the times depend on."""
+    names = ("torch", "megatron-core", "torch-memory-saver", "transformers")
     return {"python": host_platform.python_version(), **{name: metadata.version(name) for name in names}}
