@@ -30,6 +30,7 @@ from trainer.checkpoint.folder import Manifest
 from trainer.config import Config, to_plain
 from trainer.models.build import named_tensors
 from trainer.optimizer import Share
+from trainer.preemption import STOP_FILE
 from trainer.role import Role
 
 Roles = Mapping[str, Role]
@@ -48,12 +49,17 @@ class Checkpoints:
         self, config: Config, run_directory: Path, *, resume_from: Path | None, note: Callable[[str], None]
     ) -> None:
         self._config, self._folder = config, run_directory / folder.FOLDER
+        self._stop_file = run_directory / STOP_FILE
         self._resume_from, self._note = resume_from, note
 
     def is_due(self, step: int) -> bool:
         """Whether ``step`` ends with a checkpoint: every so many steps, and at the last one."""
         every = self._config.checkpoint.every_steps
         return every is not None and (step % every == 0 or step == self._config.algo.num_steps)
+
+    def stop_requested(self) -> bool:
+        """Whether a job that saves checkpoints is asked to end after this step."""
+        return self._config.checkpoint.every_steps is not None and _on_rank_0(self._stop_file.exists)
 
     def save(
         self, roles: Roles, *, step: int, kl_coef: float, schedule_steps: Mapping[str, int], record: Mapping[str, Any]
