@@ -44,7 +44,8 @@ def launch_attempts(
                 where = "the beginning" if checkpoint is None else f"step {checkpoints.read(checkpoint).step + 1}"
             say(f"restart {restart} of {config.launch.max_restarts}: goes on from {where}")
         try:
-            record = _launch(Job(config, directory, resume_from=checkpoint), nodes=nodes, stop_file=stop_file)
+            job = Job(config, directory, resume_from=checkpoint)
+            record = _launch(job, nodes=nodes.at_restart(restart), stop_file=stop_file)
         except WorkerError as error:
             if restart == config.launch.max_restarts or (stop_file is not None and stop_file.exists()):
                 raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,13 @@ def run_job(config: Config, directory: Path, console: Console) -> Mapping[str, f
     _check_devices(config)
     vocab_size = vocab_size_of(config.tokenizer.path, task=make_task(config), vocab_size=config.largest_vocab_size)
     check_fits(config, vocab_size=vocab_size)
+    with jobs.held(directory) if nodes.rank == 0 else nullcontext():
+        return _run_held(config, directory, console, nodes=nodes, vocab_size=vocab_size)
+
+
+def _run_held(
+    config: Config, directory: Path, console: Console, *, nodes: Nodes, vocab_size: int
+) -> Mapping[str, float]:
     earlier = jobs.finished(directory, config)
     if earlier is not None:
         console.print(f"finished already: {directory}", soft_wrap=True)

@@ -6,6 +6,7 @@ skips what has finished and does the rest.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 FAILURE_FILE = "failure.txt"  # why the job has not finished: one line, then where to read more
+LOCK_FILE = ".lock"
 OUTPUT_FILE = "output.log"  # what a job wrote that had no terminal of its own
 
 
@@ -67,6 +69,22 @@ def _is_same_job(known: dict[str, Any], given: dict[str, Any], directory: Path) 
     if checkpoints.is_inside(given["resume"], directory):
         known, given = known | {"resume": None}, given | {"resume": None}
     return known == given
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Run the job in ``directory`` in no other process meanwhile; the system lets go of it when this process ends.
+
+    Raises:
+        ValueError: another process runs it, perhaps of a sweep whose launching process has been killed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / LOCK_FILE).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"the job in {directory} is running in another process: wait for it, or end it") from error
+        yield
 
 
 def claim(directory: Path, config: Config, checkpoint: Path | None) -> None:

@@ -37,6 +37,7 @@ from trainer.nodes import Nodes
 # A rank that raised stays connected this long: its peers fail after it, not with it, and a peer whose sudden
 # death made it raise is seen by elastic, which looks every 0.1 s, before it is.
 _SECONDS_BETWEEN_RAISE_AND_EXIT = 1.0
+_SECONDS_TO_MEET = 1200  # longer than collectives wait, after which workers of other nodes notice a failure at last
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # for which elastic sets handlers
 _ONE_NODE = Nodes()
 _ELASTIC_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
@@ -116,7 +117,7 @@ def _rendezvous(nodes: Nodes) -> dict[str, Any]:
         "rdzv_backend": "static",
         "run_id": "torpor",
         "rdzv_endpoint": nodes.endpoint,
-        "rdzv_configs": {"rank": nodes.rank},
+        "rdzv_configs": {"rank": nodes.rank, "timeout": _SECONDS_TO_MEET},
     }
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainer.config import LaunchConfig
 
 _FIRST_PORT, _PORTS = 15_000, 15_000  # below the range from which systems give ports to whoever asks
+_PORTS_PER_JOB = 16  # for restarts
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,13 @@ class Nodes:
     count: int = 1
     rank: int = 0
     endpoint: str | None = None  # one node needs none
+
+    def at_restart(self, number: int) -> Nodes:
+        """They meet at the next port: at the old one a node that restarts early would still find the old launch."""
+        if self.endpoint is None:
+            return self
+        host, _, port = self.endpoint.rpartition(":")
+        return replace(self, endpoint=f"{host}:{int(port) + number}")
 
 
 def find_nodes(launch: LaunchConfig, environment: Mapping[str, str]) -> Nodes:
@@ -55,7 +63,7 @@ def find_nodes(launch: LaunchConfig, environment: Mapping[str, str]) -> Nodes:
 
 def _slurm_endpoint(environment: Mapping[str, str]) -> str:
     """The job's first host and a port that follows from the job's number, so that all nodes know it."""
-    port = _FIRST_PORT + int(environment["SLURM_JOB_ID"]) % _PORTS
+    port = _FIRST_PORT + _PORTS_PER_JOB * int(environment["SLURM_JOB_ID"]) % _PORTS
     return f"{first_host(environment['SLURM_JOB_NODELIST'])}:{port}"
 
 

@@ -28,9 +28,14 @@ def test_the_config_says_which_node_this_is():
 
 def test_slurm_says_what_the_config_leaves_open():
     launch = config_of(*SMALL, "launch.nnodes=2").launch
-    assert find_nodes(launch, SLURM) == Nodes(2, 1, f"gpu07-ib:{15_000 + 4711}")
+    assert find_nodes(launch, SLURM) == Nodes(2, 1, f"gpu07-ib:{15_000 + 16 * 4711 % 15_000}")
     named = dataclasses.replace(launch, rdzv_endpoint="head:1234")
     assert find_nodes(named, SLURM) == Nodes(2, 1, "head:1234")
+
+
+def test_a_restart_meets_at_the_next_port():
+    assert Nodes(2, 1, "head:1234").at_restart(2) == Nodes(2, 1, "head:1236")
+    assert Nodes().at_restart(1) == Nodes()
 
 
 def test_slurm_with_another_number_of_nodes_is_refused():

@@ -77,6 +77,15 @@ def test_what_does_not_change_the_result_makes_no_other_job(tmp_path):
         jobs.finished(tmp_path, config_of(*SMALL, "launch.nproc=2"))
 
 
+def test_a_job_runs_in_one_process_at_a_time(tmp_path):
+    with jobs.held(tmp_path):
+        with pytest.raises(ValueError, match=f"the job in {tmp_path} is running in another process: wait for it"):
+            with jobs.held(tmp_path):
+                pass
+    with jobs.held(tmp_path):
+        pass
+
+
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
     """Four jobs: finished, failed in a worker, refused, killed."""
