@@ -1,6 +1,5 @@
 """Workers killed, jobs asked to end, several nodes: the job goes on, its numbers stay, and no process is left over."""
 
-import os
 import re
 import signal
 import socket
@@ -70,11 +69,21 @@ def test_killed_workers_are_restarted_from_the_last_checkpoint(tmp_path, unbroke
     assert_same_end(tmp_path / "run", unbroken)
 
 
-def test_the_last_restart_is_the_last(tmp_path):
-    done = torpor(tmp_path, *SHORT, "rollout.max_prompt_tokens=1", "launch.max_restarts=1", "hydra.run.dir=run")
-    assert done.code == 1
-    assert "restart 1 of 1: goes on from the beginning\n" in done.stdout
-    assert done.stderr.count("rollout.max_prompt_tokens=1") == 2
+def test_a_killed_worker_does_not_stop_a_sweep_and_the_last_restart_is_the_last(tmp_path):
+    process = start(tmp_path, "-m", *SHORT, "seed=1,2", "launch.max_restarts=1", "hydra.sweep.dir=sweep")
+    records = tmp_path / "sweep" / "0" / "metrics.jsonl"  # without a checkpoint every life begins them anew
+    for life in (1, 2):
+        wait_until(records.exists, process)
+        (worker,) = workers_of(process)
+        worker.kill()
+        if life == 1:
+            wait_until(lambda: not records.exists(), process)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "restart 1 of 1: goes on from the beginning\n" in stdout
+    assert re.search(r"^ 0 .* failed .*\n 1 .* finished ", stdout, re.MULTILINE)
+    assert "job 0 failed: rank 0 of 1 was killed by signal 9 (SIGKILL)" in stdout
+    assert "error: 1 of 2 jobs did not finish" in stderr
 
 
 @pytest.mark.parametrize("to_all", [False, True])
@@ -138,4 +147,5 @@ def test_two_nodes_are_one_job_also_after_a_worker_was_killed(tmp_path):
     assert lasting_metrics(tmp_path / "two") == lasting_metrics(tmp_path / "one")
     assert files(checkpoint_of(tmp_path / "two", 3)) == files(checkpoint_of(tmp_path / "one", 3))
     assert {path.name for path in (tmp_path / "two" / "logs").glob("rank_*.log")} == {"rank_0.log", "rank_1.log"}
-    assert not os.path.exists(tmp_path / "two" / "failure.txt")
+    assert not (tmp_path / "two" / "failure.txt").exists()
+    assert {path.parent.name for path in tmp_path.rglob(".hydra")} == {"one", "two"}  # of two workers or nodes: one
