@@ -20,7 +20,8 @@ from trainer.config import Config, config_hash, to_plain
 
 CONF = Path(conf.__path__[0])
 GROUPS = {path.name: sorted(option.stem for option in path.glob("*.yaml")) for path in CONF.iterdir() if path.is_dir()}
-GROUPS.pop("__pycache__", None)
+for other in ("__pycache__", "hydra"):  # the presets of Hydra's own groups: tests/unit/test_sweeping.py
+    GROUPS.pop(other, None)
 OPTIONS = [(group, option) for group, options in GROUPS.items() for option in options]
 
 # Options that need more than their name, and those that are for one role only.

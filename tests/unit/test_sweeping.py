@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -133,3 +134,10 @@ def test_output_goes_to_the_jobs_own_file_and_back(tmp_path):
     assert done.stdout == f"job 7 writes to {path}\njob 7 finished\noutside\n"
     assert done.stderr == ""
     assert path.read_text().splitlines() == ["inside", "an error inside", "a child"]
+
+
+def test_the_list_of_hydras_traps_names_tests_that_exist():
+    named = re.findall(r"`(test_\w+)`", (ROOT / "tests" / "HYDRA.md").read_text())
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 15
+    assert [name for name in named if f"def {name}(" not in sources] == []
