@@ -1,13 +1,18 @@
 """What a refused key is answered with."""
 
 import dataclasses
+import tomllib
+from pathlib import Path
 
 import pytest
-from hydra.errors import ConfigCompositionException
+from hydra import compose, initialize_config_module
+from hydra.errors import ConfigCompositionException, MissingConfigException
 
 from tests.composing import composed, config_of
 from trainer.config import Config
-from trainer.hints import hint_for, hint_for_flags, known_keys
+from trainer.hints import EXTRAS, hint_for, hint_for_flags, known_keys
+
+ROOT = Path(__file__).parents[2]
 
 
 def hint_of(*overrides: str) -> str | None:
@@ -88,3 +93,16 @@ def test_known_keys_are_the_schema():
         composed(f"{key}=1")
         with pytest.raises(ConfigCompositionException):
             composed(f"{key}_=1")
+
+
+@pytest.mark.parametrize("missing", EXTRAS)
+def test_a_preset_whose_launcher_is_not_installed_names_the_extra(missing):
+    """Hydra's own message, for any of them may be installed here."""
+    with pytest.raises(MissingConfigException) as caught, initialize_config_module("conf", version_base="1.3"):
+        compose("train", overrides=[f"{missing.rpartition('/')[0]}=nothing"])
+    message = str(caught.value).replace(f"{missing.rpartition('/')[0]}/nothing", missing)
+    assert message.count("Could not find") == 1
+    for text in (message, message.replace("Could not find", "Could not load")):  # named by the user, or by a preset
+        assert hint_for(MissingConfigException(text, missing)) == f"pip install 'torpor[{EXTRAS[missing]}]'"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert EXTRAS[missing] in extras
