@@ -56,8 +56,7 @@ def launch_attempts(
             _end(directory, _farewell(end.code, saves=stop_file is not None), code=end.code)
         else:
             if record["step"] < config.algo.num_steps:
-                saved = f"SIGTERM: saved a checkpoint after step {record['step']}; the same command goes on from there"
-                _end(directory, saved, code=_ENDED_BY_SIGTERM)
+                _end(directory, _stopped_after(record["step"], directory), code=_ENDED_BY_SIGTERM)
             return record
     raise AssertionError("the last attempt returns or raises")
 
@@ -86,6 +85,13 @@ def _launch(job: Job, *, nodes: Nodes, stop_file: Path | None) -> dict[str, Any]
         nodes=nodes,
         stop_file=stop_file,
     )
+
+
+def _stopped_after(step: int, directory: Path) -> str:
+    latest = checkpoints.latest(directory)
+    if latest is not None and latest.name == f"step_{step}":
+        return f"SIGTERM: saved a checkpoint after step {step}; the same command goes on from there"
+    return f"SIGTERM: ended after step {step}, which could not be saved; the same command goes on from {latest}"
 
 
 def _farewell(code: int, *, saves: bool) -> str:

@@ -11,8 +11,8 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from tests.composing import SMALL, config_of
+from trainer import attempts, jobs, objectives
 from trainer import config as configuration
-from trainer import jobs, objectives
 
 ROOT = Path(__file__).parents[2]
 needs_plugins = pytest.mark.skipif(
@@ -141,3 +141,15 @@ def test_the_list_of_hydras_traps_names_tests_that_exist():
     sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     assert len(named) > 15
     assert [name for name in named if f"def {name}(" not in sources] == []
+
+
+def test_what_is_said_after_sigterm_is_what_was_saved(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "latest").write_text("step_3\n")
+    assert attempts._stopped_after(3, tmp_path) == (
+        "SIGTERM: saved a checkpoint after step 3; the same command goes on from there"
+    )
+    assert attempts._stopped_after(4, tmp_path) == (
+        f"SIGTERM: ended after step 4, which could not be saved; the same command goes on from {folder}/step_3"
+    )
