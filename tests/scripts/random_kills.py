@@ -1,8 +1,8 @@
 """SIGKILL at random moments, then the same command again, until it has finished: the end is that of a run left alone.
 
     python tests/scripts/random_kills.py run --kills 50        one run with a checkpoint at each step
-    python tests/scripts/random_kills.py sweep --kills 20      a sweep of four jobs
-    python tests/scripts/random_kills.py parallel --kills 20   the same sweep, two jobs at once (joblib)
+    python tests/scripts/random_kills.py sweep --kills 20      a sweep of two jobs
+    python tests/scripts/random_kills.py parallel --kills 20   the same sweep, both jobs at once (joblib)
 
 The victim is drawn from the process that was started and all that it has started, so it is a launcher, a launcher's
 process or a worker, in any phase from the first import to the last report. A run that finishes before all kills are
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.dist.test_command_line import SHORT, lasting_metrics, start
 
 RUN = (*SHORT, "algo.num_steps=6", "checkpoint.every_steps=1")
-SWEEP = ("-m", *SHORT, "algo.num_steps=3", "checkpoint.every_steps=1", "seed=1,2", "memory=lean,rebuild")
+SWEEP = ("-m", *SHORT, "algo.num_steps=3", "checkpoint.every_steps=1", "memory=lean,rebuild")
 COMMANDS = {
     "run": (*RUN, "hydra.run.dir=job"),
     "sweep": (*SWEEP, "hydra.sweep.dir=job"),
@@ -96,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=COMMANDS)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--minutes", type=float, default=60, help="no more kills after so many")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     draw, command = random.Random(given.seed), COMMANDS[given.what]
@@ -107,11 +108,14 @@ def main() -> None:
     print(f"left alone: {seconds:.0f} s, jobs: {', '.join(expected)}", flush=True)
     kills = {"parent": 0, "child": 0}
     finished = attempts = 0
-    while sum(kills.values()) < given.kills:
+
+    def more() -> bool:
+        return sum(kills.values()) < given.kills and time.monotonic() - started < 60 * given.minutes
+
+    while more():
         done, directory = False, root / f"disturbed_{finished}"
         while not done:
-            more = sum(kills.values()) < given.kills
-            done, victim = attempt(directory, command, within_seconds=seconds if more else 0, draw=draw)
+            done, victim = attempt(directory, command, within_seconds=seconds if more() else 0, draw=draw)
             attempts += 1
             if victim is not None:
                 kills[victim] += 1
