@@ -19,7 +19,7 @@ from typing import Any, Dict, List, Optional  # noqa: UP035  (omegaconf reads th
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from trainer import rules, speed_rules
+from trainer import objectives, rules, speed_rules
 from trainer.hf_architecture import architecture_of
 from trainer.tasks import Task
 
@@ -239,9 +239,15 @@ class PlatformConfig(Section):
 
 @dataclass
 class LaunchConfig(Section):
-    """``host_memory_gib``, ``gpu_memory_gib``: what the node and each GPU have; null where that is not known."""
+    """``nproc`` workers on each of ``nnodes`` nodes; ``node_rank`` and ``rdzv_endpoint`` as :mod:`trainer.nodes` says.
+    ``max_restarts``: how often a job whose worker fails goes on from its newest checkpoint by itself.
+    ``host_memory_gib``, ``gpu_memory_gib``: what the node and each GPU have; null where that is not known."""
 
     nproc: int
+    nnodes: int
+    node_rank: Optional[int]  # noqa: UP045
+    rdzv_endpoint: Optional[str]  # noqa: UP045
+    max_restarts: int
     threads_per_worker: int
     host_memory_gib: Optional[float]  # noqa: UP045
     gpu_memory_gib: Optional[float]  # noqa: UP045
@@ -270,7 +276,7 @@ class Config(Section):
     """The whole run. ``task`` is a mapping with ``_target_``; its class (a dataclass) gives the types of the rest.
 
     ``resume``: where the run goes on from. ``auto``: its own directory's latest checkpoint, if there is one; a path: a
-    run directory or a checkpoint; null: nowhere, it starts anew.
+    run directory or a checkpoint; null: nowhere, it starts anew. ``objective``: see :mod:`trainer.objectives`.
     """
 
     seed: int
@@ -292,6 +298,7 @@ class Config(Section):
     logger: LoggerConfig
     checkpoint: CheckpointConfig
     resume: Optional[str]  # noqa: UP045
+    objective: List[str]  # noqa: UP006
 
     @property
     def largest_vocab_size(self) -> int:
@@ -306,8 +313,15 @@ class Config(Section):
         return self.roles["actor"].model == self.roles["critic"].model if wanted is None else wanted
 
     @property
+    def world_size(self) -> int:
+        return self.launch.nnodes * self.launch.nproc
+
+    @property
     def data_parallel_size(self) -> int:
-        return self.launch.nproc // (self.parallel.tp * self.parallel.pp)
+        return self.world_size // (self.parallel.tp * self.parallel.pp)
+
+
+_HARMLESS_LAUNCH_KEYS = ("node_rank", "rdzv_endpoint", "max_restarts", "host_memory_gib", "gpu_memory_gib")
 
 
 def register() -> None:
@@ -319,6 +333,7 @@ def register() -> None:
         "checkpoint": lambda path, field: architecture_of(path)[field],
         "attention_backend": speed_rules.default_attention_backend,
         "equal": lambda left, right: left == right,
+        "directions": lambda objective: [objectives.DIRECTIONS.get(x) for x in objective],
         "threads_per_worker": lambda nproc: max(1, _usable_cores() // max(1, int(nproc))),
     }.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
@@ -406,7 +421,14 @@ def to_plain(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def decisive(settings: dict[str, Any]) -> dict[str, Any]:
+    """``to_plain``'s settings without those that do not change what the job computes: where its nodes meet, how often
+    it is restarted, what the machine has, what is optimised of it."""
+    launch = {key: value for key, value in settings["launch"].items() if key not in _HARMLESS_LAUNCH_KEYS}
+    return {key: value for key, value in settings.items() if key != "objective"} | {"launch": launch}
+
+
 def config_hash(config: Config) -> str:
-    """First 16 hex digits of the SHA-256 of the resolved config: equal configs give equal runs on one machine."""
-    text = json.dumps(to_plain(config), sort_keys=True)
+    """First 16 hex digits of the SHA-256 of what decides: equal hashes mean equal runs on one machine."""
+    text = json.dumps(decisive(to_plain(config)), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -19,6 +19,14 @@ REMOVED_KEYS = {
     "enable_weights_backuper": _BACKUPER,
     "offload_train": "use offload=train or offload=none",
 }
+# What the presets in conf/hydra build on -> the extra that brings it.
+EXTRAS = {
+    "hydra/launcher/joblib": "joblib",
+    "hydra/launcher/submitit_local": "submitit",
+    "hydra/launcher/submitit_slurm": "submitit",
+    "hydra/launcher/ray": "ray",
+    "hydra/sweeper/optuna": "optuna",
+}
 
 
 def hint_for(error: BaseException) -> str | None:
@@ -26,6 +34,9 @@ def hint_for(error: BaseException) -> str | None:
     for cause in _chain(error):
         if "Recursive interpolation" in str(cause):
             return "the options model=shared and optimizer=shared are for roles (model@roles.critic.model=shared)"
+        missing = re.search(r"Could not (?:find|load) '(hydra/\w+/\w+)'", str(cause))
+        if missing and missing.group(1) in EXTRAS:
+            return f"pip install 'torpor[{EXTRAS[missing.group(1)]}]'"
         key = getattr(cause, "full_key", None) or _key_in(str(cause))
         if key:
             return _hint_for_key(key)

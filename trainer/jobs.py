@@ -6,21 +6,31 @@ skips what has finished and does the rest.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import re
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
 
 from trainer.checkpoint import folder as checkpoints
-from trainer.config import Config, to_plain
+from trainer.config import Config, decisive, to_plain
 from trainer.report import MEMORY_FILE, METRICS_FILE, Table
 from trainer.report.compare import find_runs, read_overrides
 from trainer.report.records import CONFIG_FILE, RESULT_FILE
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+FAILURE_FILE = "failure.txt"  # why the job has not finished: one line, then where to read more
+LOCK_FILE = ".lock"
+OUTPUT_FILE = "output.log"  # what a job wrote that had no terminal of its own
 
 
 class SweepDirectory(Callback):
@@ -49,14 +59,32 @@ def finished(directory: Path, config: Config) -> dict[str, Any] | None:
             f"{directory} holds a run of another config, which this one would overwrite: choose another "
             "hydra.run.dir (in a sweep hydra.sweep.dir)"
         )
+    (directory / FAILURE_FILE).unlink(missing_ok=True)
     return read_result(directory)
 
 
 def _is_same_job(known: dict[str, Any], given: dict[str, Any], directory: Path) -> bool:
     """Going on in the job's own directory makes it no other job; going on from another run does."""
+    known, given = decisive(known), decisive(given)
     if checkpoints.is_inside(given["resume"], directory):
         known, given = known | {"resume": None}, given | {"resume": None}
     return known == given
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Run the job in ``directory`` in no other process meanwhile; the system lets go of it when this process ends.
+
+    Raises:
+        ValueError: another process runs it, perhaps of a sweep whose launching process has been killed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / LOCK_FILE).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"the job in {directory} is running in another process: wait for it, or end it") from error
+        yield
 
 
 def claim(directory: Path, config: Config, checkpoint: Path | None) -> None:
@@ -66,6 +94,7 @@ def claim(directory: Path, config: Config, checkpoint: Path | None) -> None:
     when it was cut off is removed.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / FAILURE_FILE).unlink(missing_ok=True)
     if not (directory / CONFIG_FILE).exists():
         (directory / CONFIG_FILE).write_text(json.dumps(to_plain(config), indent=2) + "\n")
     for name in (METRICS_FILE, MEMORY_FILE):
@@ -76,14 +105,51 @@ def claim(directory: Path, config: Config, checkpoint: Path | None) -> None:
 
 
 def write_result(directory: Path, result: dict[str, Any]) -> None:
-    """Mark the job as finished. ``result``: the worker's last record, plain values."""
-    (directory / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n")
+    """Mark the job as finished. ``result``: plain values. The file is complete or absent."""
+    unfinished = directory / f"{RESULT_FILE}.tmp"
+    unfinished.write_text(json.dumps(result, indent=2) + "\n")
+    os.replace(unfinished, directory / RESULT_FILE)
+
+
+def write_failure(directory: Path, message: str) -> None:
+    """Note why the job has not finished; its next start removes the note."""
+    if directory.is_dir():
+        (directory / FAILURE_FILE).write_text(f"{message}\n", errors="backslashreplace")
+
+
+@contextmanager
+def own_output(directory: Path) -> Iterator[None]:
+    """Send what this process and its children write to the job's own file; the terminal gets a line at both ends."""
+    path = directory / OUTPUT_FILE
+    directory.mkdir(parents=True, exist_ok=True)
+    print(f"job {directory.name} writes to {path}", flush=True)
+    kept = [os.dup(1), os.dup(2)]
+    with path.open("a") as file:
+        sys.stderr.flush()
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, descriptor in zip((1, 2), kept, strict=True):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        print(f"job {directory.name} {state_of(directory)}", flush=True)
 
 
 def read_result(directory: Path) -> dict[str, Any] | None:
     """The result of a finished job; None if there is none."""
     path = directory / RESULT_FILE
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def state_of(directory: Path) -> str:
+    """ "finished", "failed" (a note says why) or "cut off": killed, or still running."""
+    if (directory / FAILURE_FILE).exists():
+        return "failed"
+    return "finished" if (directory / RESULT_FILE).exists() else "cut off"
 
 
 def sweep_table(directory: Path) -> Table:
@@ -96,6 +162,21 @@ def sweep_table(directory: Path) -> Table:
         result = read_result(job)
         own = " ".join(override for override in overrides[job] if override not in shared)
         accuracy = "-" if result is None else f"{result['heldout_accuracy']:.2%}"
-        rows.append((str(job.relative_to(directory)), own, "failed" if result is None else "finished", accuracy))
+        rows.append((str(job.relative_to(directory)), own, state_of(job), accuracy))
     columns = ("job", "overrides", "state", "held-out accuracy")
     return Table(title=f"Sweep in {directory}", columns=columns, rows=rows, text_columns=3)
+
+
+def failure_lines(directory: Path) -> list[str]:
+    """Of every job of the sweep that has not finished: the first line of its error, and where to read more."""
+    lines = []
+    for job in find_runs(directory):
+        if state_of(job) == "finished":
+            continue
+        note = job / FAILURE_FILE
+        text = note.read_text(errors="replace") if note.exists() else "killed, or still running: no result and no error"
+        named = re.search(r"^  (?:traceback|log): (.+)$", text, re.MULTILINE)
+        output = job / OUTPUT_FILE
+        log = named.group(1) if named else str(output if output.exists() else note if note.exists() else job / "logs")
+        lines += [f"job {job.relative_to(directory)} {state_of(job)}: {text.splitlines()[0]}", f"  log: {log}"]
+    return lines

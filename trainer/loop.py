@@ -60,7 +60,10 @@ class Outputs:
 
 
 def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None) -> dict[str, Any]:
-    """Run the whole job, or what is left of it after a checkpoint, and return the last metrics record."""
+    """Run the whole job, or what is left of it after a checkpoint, and return the last metrics record.
+
+    A job that saves checkpoints ends after the step in which it was asked to stop.
+    """
     settings, phases = run.config.algo, run.phases
     resumed = checkpoints.restore(run.roles) if checkpoints else None
     if resumed is None:
@@ -76,7 +79,8 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
         }
         kl_coef = settings.kl.coef
         _report(outputs, record)
-        _checkpoint(run, checkpoints, record, schedules=schedules, kl_coef=kl_coef)
+        if _checkpoint(run, checkpoints, record, schedules=schedules, kl_coef=kl_coef):
+            return record
     else:
         record, kl_coef = dict(resumed.record), resumed.kl_coef
         for name, schedule in schedules.items():
@@ -90,7 +94,8 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
             record |= _weights_sha256(run, step_number)
         record |= phases.end_step()
         _report(outputs, record)
-        _checkpoint(run, checkpoints, record, schedules=schedules, kl_coef=kl_coef)
+        if _checkpoint(run, checkpoints, record, schedules=schedules, kl_coef=kl_coef):
+            break
     return record
 
 
@@ -286,13 +291,16 @@ def _checkpoint(
     *,
     schedules: Mapping[str, Any],
     kl_coef: float,
-) -> None:
-    """Save the step whose record has been written. Its seconds count towards the next record."""
-    if checkpoints is None or not checkpoints.is_due(record["step"]):
-        return
+) -> bool:
+    """Save the step whose record has been written, if that is due or the job was asked to stop, which is returned. The
+    seconds of saving count towards the next record."""
+    stops = checkpoints is not None and checkpoints.stop_requested()
+    if checkpoints is None or not (stops or checkpoints.is_due(record["step"])):
+        return False
     schedule_steps = {name: schedule.num_steps for name, schedule in schedules.items()}
     with run.phases.phase("checkpoint", step=record["step"]):
         checkpoints.save(run.roles, step=record["step"], kl_coef=kl_coef, schedule_steps=schedule_steps, record=record)
+    return stops
 
 
 def _report(outputs: Outputs, record: Mapping[str, Any]) -> None:

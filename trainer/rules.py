@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Collection
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class
 
-from trainer import limits, memory_rules, speed_rules
+from trainer import limits, memory_rules, objectives, speed_rules
 from trainer.hf_architecture import FIXED, architecture_of
 from trainer.tokenizer import check_vocab_size
 
@@ -54,6 +55,8 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     check_overlap(config)
     check_parallel_support(config)
     check_world_size(config)
+    check_nodes(config)
+    objectives.check(config.objective)
     check_model_shapes(config)
     check_checkpoints(config)
     check_batch_sizes(config)
@@ -201,12 +204,28 @@ def check_parallel_support(config: Config) -> None:
 
 
 def check_world_size(config: Config) -> None:
-    tp, pp, nproc = config.parallel.tp, config.parallel.pp, config.launch.nproc
-    if nproc % (tp * pp):
+    tp, pp, nproc, nnodes = config.parallel.tp, config.parallel.pp, config.launch.nproc, config.launch.nnodes
+    if config.world_size % (tp * pp):
+        workers = f"launch.nproc={nproc}"
+        if nnodes > 1:
+            workers = f"launch.nnodes * launch.nproc = {nnodes} * {nproc} = {config.world_size}"
+        unit = tp * pp // math.gcd(tp * pp, nnodes)
         raise ValueError(
-            f"launch.nproc={nproc} is no multiple of parallel.tp * parallel.pp = {tp} * {pp} = {tp * pp}: "
-            f"use launch.nproc={tp * pp * max(1, nproc // (tp * pp))} or other parallel sizes"
+            f"{workers} is no multiple of parallel.tp * parallel.pp = {tp} * {pp} = {tp * pp}: "
+            f"use launch.nproc={unit * max(1, nproc // unit)} or other parallel sizes"
         )
+
+
+def check_nodes(config: Config) -> None:
+    """What needs no look at the environment; the rest is in :func:`trainer.nodes.find_nodes`."""
+    nnodes, rank, endpoint = config.launch.nnodes, config.launch.node_rank, config.launch.rdzv_endpoint
+    if rank is not None and not rank < nnodes:
+        raise ValueError(
+            f"launch.node_rank={rank} with launch.nnodes={nnodes}: must be between 0 and {nnodes - 1}, another one on "
+            "every node"
+        )
+    if endpoint is not None and not re.fullmatch(r".+:[1-9]\d{0,4}", endpoint):
+        raise ValueError(f"launch.rdzv_endpoint={endpoint}: must be <host of node 0>:<free port there>")
 
 
 def _model_key(config: Config, role: str, field: str) -> str:
@@ -272,7 +291,8 @@ def check_batch_sizes(config: Config) -> None:
     if algo.prompts_per_step % dp:
         raise ValueError(
             f"algo.prompts_per_step={algo.prompts_per_step} is no multiple of the data-parallel size {dp} "
-            f"(launch.nproc / parallel.tp / parallel.pp): use algo.prompts_per_step={_next(algo.prompts_per_step, dp)}"
+            f"(launch.nnodes * launch.nproc / parallel.tp / parallel.pp): use "
+            f"algo.prompts_per_step={_next(algo.prompts_per_step, dp)}"
         )
     samples = algo.prompts_per_step * algo.responses_per_prompt
     unit = dp * algo.minibatches * algo.micro_batch_size

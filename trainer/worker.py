@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import distributed
 
 from trainer import platform
 from trainer.checkpoint import folder
@@ -30,9 +32,11 @@ class Job:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Train and return the last metrics record with the held-out accuracies; called by the launcher on every rank."""
+    """Train and return the last metrics record, of an earlier step than the config's last if the job was asked to stop;
+    called by the launcher on every rank."""
     patch_lines = platform.set_up(job.config)
     platform.set_up_process_groups(job.config)
+    job = _as_on_node_0(job)
     from trainer.checkpoint.state import Checkpoints  # imports megatron, which must come after the patches
     from trainer.loop import Outputs, train
     from trainer.phases import Phases
@@ -63,6 +67,8 @@ def run(job: Job) -> dict[str, Any]:
         )
         result = train(parts, outputs, checkpoints=checkpoints)
         checkpoints.finish()
+        if result["step"] < job.config.algo.num_steps:  # asked to stop
+            return result
         phases.ledger("asleep", step=result["step"])
         if job.config.export_hf:
             export(parts, job.directory / "hf_model" if is_writer else None)
@@ -78,6 +84,20 @@ def run(job: Job) -> dict[str, Any]:
             plan=plan_rows(footprint(job.config, vocab_size=parts.vocab_size)),
         )
     return result
+
+
+def _as_on_node_0(job: Job) -> Job:
+    """Where the job's files lie and what it goes on from is what node 0 says; all nodes share that disk."""
+    if job.config.launch.nnodes == 1:
+        return job
+    places = [(job.directory, job.resume_from)]
+    distributed.broadcast_object_list(places)
+    directory, resume_from = places[0]
+    if resume_from is not None and not resume_from.is_dir():
+        raise ValueError(
+            f"node 0 goes on from {resume_from}, which is not here: give all nodes one shared hydra.run.dir"
+        )
+    return replace(job, directory=directory, resume_from=resume_from)
 
 
 def export(parts: LoopRun, folder: Path | None) -> None:

@@ -91,9 +91,12 @@ def test_a_run_leaves_one_directory_that_says_what_ran(pair):
     left = {path.name for path in job.iterdir()}
     assert {"config.json", "result.json", "metrics.jsonl", "memory.jsonl", "report.md", "logs", ".hydra"} <= left
     assert [record["step"] for record in lasting_metrics(job)] == [0, 1]
+    last = json.loads((job / "metrics.jsonl").read_text().splitlines()[-1])
     assert json.loads((job / "result.json").read_text()) == {
-        "heldout_accuracy": lasting_metrics(job)[-1]["heldout_accuracy"]
+        "heldout_accuracy": last["heldout_accuracy"],
+        "host_bytes": last["asleep_backup_bytes"],
     }
+    assert last["asleep_backup_bytes"] > 0
     assert "platform: cpu (stand-in for CUDA)   workers: 1   config: " in done.stdout
     assert sorted(path.name for path in done.directory.iterdir()) == ["outputs", "sums.jsonl"]
 
@@ -113,6 +116,12 @@ def test_a_failing_job_does_not_stop_the_sweep_and_is_shown(pair):
         ("2", "failed"),
         ("3", "finished"),
     ]
+    assert sweep.stdout.count("\n  log: ") == 2
+    log = jobs["0"] / "failure.txt"
+    assert f"job 0 failed: {message.removeprefix('error: ')}" in sweep.stdout
+    assert f"\n  log: {log}\n" in sweep.stdout
+    assert log.read_text().startswith(message.removeprefix("error: "))
+    assert "error: 2 of 4 jobs did not finish" in sweep.stderr
     page = jobs["0"].parent / "comparison.html"
     assert f"comparison: {page}" in sweep.stdout
     assert "4 runs: 2 failed, 2 finished" in page.read_text()

@@ -93,7 +93,7 @@ def test_a_failure_is_the_only_thing_shown(tmp_path):
         "rank 1 of 2 failed (exit code 1): LookupError: no such bear\n"
         f"  traceback: {tmp_path}/rank_1.traceback\n  log: {tmp_path}/rank_1.log\n"
     )
-    assert "signal SIGTERM" in (tmp_path / "elastic.log").read_text()
+    assert "signal SIGTERM" in (tmp_path / "elastic_0.log").read_text()
 
 
 def test_an_exception_is_blamed_and_the_next_job_runs(tmp_path, monkeypatch):

@@ -14,7 +14,6 @@ import yaml
 from matplotlib.image import imread
 
 from trainer import __main__ as command_line
-from trainer import jobs
 from trainer.report.compare import find_runs, read_runs
 from trainer.report.compare_groups import group_runs, joined_label, pareto_front
 from trainer.report.compare_page import comparison_tables, csv_rows, write_comparison
@@ -288,18 +287,14 @@ def test_an_empty_directory_is_a_clear_error(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_ends_with_its_comparison(sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    monkeypatch.setattr(jobs.SweepDirectory, "path", sweep)
-    assert command_line._show_sweep() is True
+def test_a_sweep_ends_with_its_comparison(sweep: Path, capsys: pytest.CaptureFixture):
+    assert command_line._show_sweep(sweep) is None
     assert f"comparison: {sweep / 'comparison.html'}" in capsys.readouterr().out
 
 
-def test_an_error_of_the_comparison_does_not_hide_the_sweeps_result(
-    sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
-    monkeypatch.setattr(jobs.SweepDirectory, "path", sweep)
+def test_an_error_of_the_comparison_does_not_hide_the_sweeps_result(sweep: Path, capsys: pytest.CaptureFixture):
     (sweep / "comparison.html").mkdir()  # cannot be written
-    assert command_line._show_sweep() is True
+    assert command_line._show_sweep(sweep) is None
     shown = capsys.readouterr()
     assert shown.out.count("finished") == 4
     assert shown.err.startswith("the comparison could not be written: IsADirectoryError: ")

@@ -1,13 +1,18 @@
 """What a refused key is answered with."""
 
 import dataclasses
+import tomllib
+from pathlib import Path
 
 import pytest
-from hydra.errors import ConfigCompositionException
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException, MissingConfigException
 
 from tests.composing import composed, config_of
 from trainer.config import Config
-from trainer.hints import hint_for, hint_for_flags, known_keys
+from trainer.hints import EXTRAS, hint_for, hint_for_flags, known_keys
+
+ROOT = Path(__file__).parents[2]
 
 
 def hint_of(*overrides: str) -> str | None:
@@ -88,3 +93,20 @@ def test_known_keys_are_the_schema():
         composed(f"{key}=1")
         with pytest.raises(ConfigCompositionException):
             composed(f"{key}_=1")
+
+
+@pytest.mark.parametrize("missing", EXTRAS)
+def test_a_preset_whose_launcher_is_not_installed_names_the_extra(missing, tmp_path):
+    """Hydra's own message about an option that exists nowhere, with the name of one that may be installed here."""
+    group, _, option = missing.rpartition("/")
+    (tmp_path / group).mkdir(parents=True)
+    (tmp_path / group / "preset.yaml").write_text("defaults: [nowhere]\n")
+    (tmp_path / "main.yaml").write_text("{}")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        for chosen in ("preset", "nowhere"):
+            with pytest.raises(MissingConfigException) as caught:
+                compose("main", overrides=[f"{group}={chosen}"])
+            message = str(caught.value).replace("nowhere", option)
+            assert hint_for(MissingConfigException(message, missing)) == f"pip install 'torpor[{EXTRAS[missing]}]'"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert EXTRAS[missing] in extras

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 # A module imports only from layers above its own, and within its own layer. Longest prefix wins.
 LAYERS = [
     ["patches"],
-    ["trainer.tasks", "trainer.algo", "trainer.report.units", "trainer.report.records", "trainer.launch_environment"],
+    ["trainer.tasks", "trainer.algo", "trainer.report.units", "trainer.report.records"],
+    ["trainer.launch_environment", "trainer.objectives", "trainer.nodes", "trainer.preemption"],
     ["trainer.tokenizer", "trainer.limits", "trainer.memory_rules", "trainer.speed_rules", "trainer.hf_architecture"],
     ["trainer.rules"],
     ["trainer.config"],
@@ -42,6 +43,7 @@ LAYERS = [
     ["trainer.report"],
     ["trainer.loop"],
     ["trainer.worker", "trainer.launch", "trainer.jobs"],
+    ["trainer.attempts", "trainer.hydra_job"],
     ["trainer.__main__", "trainer.plan.__main__", "trainer.bench"],
 ]
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -111,7 +113,7 @@ def test_algo_is_pure_tensor_functions():
 
 
 def test_who_imports_what():
-    mains = {"trainer.__main__", "trainer.plan.__main__"} | {
+    mains = {"trainer.__main__", "trainer.hydra_job", "trainer.plan.__main__"} | {
         module for module in MODULES if module.startswith("trainer.bench.")
     }
     assert importers_of("omegaconf") - mains == {"trainer.config"}

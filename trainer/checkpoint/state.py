@@ -36,6 +36,7 @@ from trainer.checkpoint.writing import BackgroundWriter, File, SaveError, on_eve
 from trainer.config import Config, to_plain
 from trainer.models.build import named_tensors
 from trainer.optimizer import Share
+from trainer.preemption import STOP_FILE
 from trainer.role import Role
 
 Roles = Mapping[str, Role]
@@ -61,6 +62,7 @@ class Checkpoints:
         note: Callable[[str], None],
     ) -> None:
         self._config, self._folder = config, run_directory / folder.FOLDER
+        self._stop_file = run_directory / STOP_FILE
         self._resume_from, self._note = resume_from, note
         self._tokenizer = tokenizer
         self._writer = BackgroundWriter() if config.checkpoint.async_save else None
@@ -74,6 +76,10 @@ class Checkpoints:
     def needs_accuracy(self, step: int) -> bool:
         """Whether the record of ``step`` must hold the held-out accuracy, by which checkpoints are compared."""
         return self._config.checkpoint.keep_best and self.is_due(step)
+
+    def stop_requested(self) -> bool:
+        """Whether a job that saves checkpoints is asked to end after this step."""
+        return self._config.checkpoint.every_steps is not None and on_rank_0(self._stop_file.exists)
 
     def save(
         self, roles: Roles, *, step: int, kl_coef: float, schedule_steps: Mapping[str, int], record: Mapping[str, Any]
