@@ -60,8 +60,8 @@ def run(job: Job) -> dict[str, Any]:
         checkpoints = Checkpoints(
             job.config, job.directory, resume_from=job.resume_from, tokenizer=parts.prompts.tokenizer, note=note
         )
-        result = train(parts, outputs, checkpoints=checkpoints)
-        checkpoints.finish()
+        with checkpoints.finishing():
+            result = train(parts, outputs, checkpoints=checkpoints)
         phases.ledger("asleep", step=result["step"])
         if job.config.export_hf:
             export(parts, job.directory / "hf_model" if is_writer else None)

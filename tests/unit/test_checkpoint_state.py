@@ -178,12 +178,17 @@ def test_the_run_goes_on_while_a_copy_of_what_was_is_written(overrides, tmp_path
     monkeypatch.setattr(folder, "begin", late)
     saving, notes = checkpoints(tmp_path / "async", "checkpoint.async_save=true")
     saving.save({"actor": role}, step=1, **STATE)
-    with role.awake():
-        train(role, steps=2)
-        role.copy_to_tag("ref")
-    assert not (tmp_path / "async").exists()
-    may_write.set()
-    saving.finish()
+
+    def later_steps():
+        with role.awake():
+            train(role, steps=2)
+            role.copy_to_tag("ref")
+        assert not (tmp_path / "async").exists()
+        may_write.set()
+        raise KeyError("a later step")
+
+    with pytest.raises(KeyError, match="a later step"), saving.finishing():
+        later_steps()
     expected = files(tmp_path / "sync/checkpoints/step_1")
     assert files(tmp_path / "async/checkpoints/step_1") == expected
     saving.save({"actor": role}, step=2, **STATE)
