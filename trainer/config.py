@@ -19,7 +19,7 @@ from typing import Any, Dict, List, Optional  # noqa: UP035  (omegaconf reads th
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from trainer import rules
+from trainer import rules, speed_rules
 from trainer.hf_architecture import architecture_of
 from trainer.tasks import Task
 
@@ -58,7 +58,8 @@ class ModelConfig(Section):
     """Architecture of one role's GPT body. Sizes in elements; ``dtype`` is ``bf16`` or ``fp32``.
 
     ``path``: a Hugging Face model folder whose weights the role starts from, or null for random ones. ``vocab_size``:
-    rows of the embedding, null for as many as the tokenizer has entries.
+    rows of the embedding, null for as many as the tokenizer has entries. ``attention_backend``: the core attention,
+    ``sdpa`` (torch's) or ``te`` (Transformer Engine's).
     """
 
     path: Optional[str]  # noqa: UP045
@@ -78,6 +79,7 @@ class ModelConfig(Section):
     tie_embeddings: bool
     init_std: float
     dtype: str
+    attention_backend: str
 
     @property
     def head_dim(self) -> int:
@@ -208,6 +210,7 @@ class AlgoConfig(Section):
     epochs: int
     minibatches: int
     micro_batch_size: int
+    micro_batch_tokens: Optional[int]  # noqa: UP045
     gamma: float
     lam: float
     whiten_advantages: bool
@@ -227,8 +230,11 @@ class AlgoConfig(Section):
 
 @dataclass
 class PlatformConfig(Section):
+    """``peak_tflops``: dense bf16 peak of one device, for MFU; null: known by the device's name, or not at all."""
+
     name: str
     deterministic: bool
+    peak_tflops: Optional[float]  # noqa: UP045
 
 
 @dataclass
@@ -311,6 +317,7 @@ def register() -> None:
         "no_backup": lambda offload, source: bool(offload) and source != "saver",
         "detect_platform": _detect_platform,
         "checkpoint": lambda path, field: architecture_of(path)[field],
+        "attention_backend": speed_rules.default_attention_backend,
         "equal": lambda left, right: left == right,
         "threads_per_worker": lambda nproc: max(1, _usable_cores() // max(1, int(nproc))),
     }.items():

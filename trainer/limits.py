@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # Dotted name -> allowed words.
 CHOICES = {
     "model.dtype": ("bf16", "fp32"),
+    "model.attention_backend": ("sdpa", "te"),
     "optimizer.lr_schedule": ("constant", "linear", "cosine"),
     "rollout.engine": ("hf",),
     "algo.loss_aggregation": ("token_mean", "sequence_mean"),
@@ -62,6 +63,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "algo.epochs": (1, None),
     "algo.minibatches": (1, None),
     "algo.micro_batch_size": (1, None),
+    "algo.micro_batch_tokens": (1, None),
     "algo.gamma": (0, 1),
     "algo.lam": (0, 1),
     "algo.clip_low": (0, 1),
@@ -76,6 +78,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "algo.kl.horizon": (1, None),
     "checkpoint.every_steps": (1, None),
     "checkpoint.keep_last": (1, None),
+    "platform.peak_tflops": (1e-6, None),
     "launch.nproc": (1, None),
     "launch.threads_per_worker": (1, None),
     "launch.host_memory_gib": (0, None),

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from patches.reloadable_groups import destroyed as process_groups_destroyed
-from trainer import metrics, optimizer, step
+from trainer import metrics, optimizer, step, throughput
 from trainer.algo.advantages import gae, token_rewards
 from trainer.algo.kl import kl_estimate, next_kl_coef
 from trainer.algo.masked import whiten
 from trainer.backup import LazyTensors
 from trainer.checkpoint.state import Checkpoints
-from trainer.config import Config
+from trainer.config import AlgoConfig, Config
 from trainer.data import Prompts
 from trainer.distributed import combined_digest, data_parallel_group, data_parallel_rank, seed_for, sum_over_ranks
+from trainer.micro_batches import Split
 from trainer.models.build import named_tensors
 from trainer.models.hf_bridge import to_hf
 from trainer.phases import Phases
@@ -101,7 +102,7 @@ def warm_up(run: Run, outputs: Outputs) -> None:
         for number in range(1, settings.warmup_steps + 1):
             optimizer.set_learning_rate(actor.optimizer, settings.warmup_lr)
             batch = run.prompts.supervised_batch(number)
-            sums = step.train_minibatch(actor, batch, loss, micro_batch_size=settings.micro_batch_size)
+            sums = step.train_minibatch(actor, batch, loss, **split_of(settings))
             if outputs.progress:
                 mean = sums["loss_sum"] / sums["loss_count"]
                 outputs.progress.warm_up(number, total=settings.warmup_steps, loss=mean)
@@ -123,11 +124,8 @@ def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: fl
     """One PPO step: from prompts to trained critic and actor."""
     config, settings, phases = run.config, run.config.algo, run.phases
     actor, critic = run.actor, run.critic
-    scoring = {
-        "temperature": config.rollout.temperature,
-        "vocab_size": run.vocab_size,
-        "micro_batch_size": settings.micro_batch_size,
-    }
+    split: Split = {**split_of(settings), "minibatches": settings.minibatches}
+    scoring = {"temperature": config.rollout.temperature, "vocab_size": run.vocab_size, **split}
 
     with phases.phase("sync", step=number):
         _sync_engine(run)
@@ -144,7 +142,7 @@ def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: fl
     with phases.phase("log_probs", step=number), actor.awake(kinds=FORWARD):
         batch["old_log_probs"], entropy = step.log_probs(actor, batch, **scoring)
     with phases.phase("values", step=number), critic.awake(kinds=FORWARD):
-        values = step.values(critic, batch, micro_batch_size=settings.micro_batch_size)
+        values = step.values(critic, batch, **split)
     with phases.phase("advantages", step=number):
         kl = _add_advantages(config, batch, values, kl_coef=kl_coef)
     with phases.phase("train_critic", step=number), critic.awake():
@@ -158,6 +156,7 @@ def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: fl
             actor_sums = _train(run, actor, batch, loss, number, schedules["actor"])
             actor.backup()
     with phases.phase("report", step=number):
+        phases.rate_with(throughput.of_step(config, batch, vocab_size=run.vocab_size).rates)
         return {
             **metrics.of_rollout(batch, responses, kl=kl, entropy=entropy),
             **metrics.of_critic(critic_sums),
@@ -244,9 +243,14 @@ def _train(
     for epoch in range(settings.epochs):
         for rows in run.prompts.minibatch_rows(len(batch["tokens"]), step=number, epoch=epoch):
             minibatch = step.select(batch, rows.to(batch["tokens"].device))
-            results.append(step.train_minibatch(role, minibatch, loss, micro_batch_size=settings.micro_batch_size))
+            results.append(step.train_minibatch(role, minibatch, loss, **split_of(settings)))
             schedule.step(1)
     return results
+
+
+def split_of(settings: AlgoConfig) -> Split:
+    """How training splits a minibatch."""
+    return {"micro_batch_size": settings.micro_batch_size, "micro_batch_tokens": settings.micro_batch_tokens}
 
 
 def _schedules(run: Run) -> dict[str, Any]:

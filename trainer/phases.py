@@ -14,6 +14,8 @@ from trainer.memory.ledger import sample_memory
 
 Record = dict[str, Any]
 
+SAMPLING = "memory_samples"
+
 
 class Phases:
     """Times phases and collects memory records.
@@ -30,17 +32,21 @@ class Phases:
         self._asleep: dict[tuple[str, str], tuple[int, int]] = {}
         self._peak_asleep = (0, 0)
         self._seconds: dict[str, float] = {}
+        self._rates: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None
 
     @contextmanager
     def phase(self, name: str, *, step: int) -> Iterator[None]:
-        """Everything inside counts as phase ``name`` of ``step``."""
+        """Everything inside counts as phase ``name`` of ``step``. The memory sample after it counts as a phase of its
+        own, since asking for the proportional set makes the kernel walk through all pages of the process."""
         self._step, self._phase = step, name
         start = time.perf_counter()
         yield
         if self._gpu:
             torch.cuda.synchronize()
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+        worked = time.perf_counter()
         self._sample()
+        for phase, seconds in ((name, worked - start), (SAMPLING, time.perf_counter() - worked)):
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
     def observe(self, event: Record) -> None:
         """A region fell asleep or woke up; called by roles and the engine."""
@@ -53,12 +59,17 @@ class Phases:
         released, backed_up = (sum(sizes[i] for sizes in self._asleep.values()) for i in (0, 1))
         self._peak_asleep = max(self._peak_asleep, (released, backed_up))
 
+    def rate_with(self, rates: Callable[[Mapping[str, float]], Mapping[str, float]]) -> None:
+        """Let ``rates`` turn the seconds of this step's phases into more metrics of it."""
+        self._rates = rates
+
     def end_step(self) -> Mapping[str, float | int]:
-        """Metrics of the step that ends: ``seconds/<phase>`` and memory; starts the next step's count."""
+        """Metrics of the step that ends: ``seconds/<phase>``, rates and memory; starts the next step's count."""
         metrics: dict[str, float | int] = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
+        metrics |= self._rates(self._seconds) if self._rates else {}
         metrics["host_rss_bytes"] = self._process.memory_info().rss
         metrics["asleep_released_bytes"], metrics["asleep_backup_bytes"] = self._peak_asleep
-        self._seconds, self._peak_asleep = {}, (0, 0)
+        self._seconds, self._peak_asleep, self._rates = {}, (0, 0), None
         return metrics
 
     def ledger(self, moment: str, *, step: int) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class
 
-from trainer import limits, memory_rules
+from trainer import limits, memory_rules, speed_rules
 from trainer.hf_architecture import FIXED, architecture_of
 from trainer.tokenizer import check_vocab_size
 
@@ -57,6 +57,7 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     check_model_shapes(config)
     check_checkpoints(config)
     check_batch_sizes(config)
+    speed_rules.check(config)
     check_lengths(config)
     check_task(config)
     check_tokenizer(config)
@@ -275,7 +276,7 @@ def check_batch_sizes(config: Config) -> None:
         )
     samples = algo.prompts_per_step * algo.responses_per_prompt
     unit = dp * algo.minibatches * algo.micro_batch_size
-    if samples % unit:
+    if samples % unit and algo.micro_batch_tokens is None:
         prompts = _next(algo.prompts_per_step, math.lcm(dp, unit // math.gcd(unit, algo.responses_per_prompt)))
         per_minibatch, rest = divmod(samples, dp * algo.minibatches)
         fits = [size for size in range(1, algo.micro_batch_size + 1) if not rest and per_minibatch % size == 0]

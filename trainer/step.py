@@ -13,9 +13,9 @@ all micro-batches and ranks, so no split changes a mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -26,20 +26,15 @@ from trainer.algo.log_probs import log_probs_and_entropy, log_probs_from_logits
 from trainer.algo.masked import zero_padding
 from trainer.config import AlgoConfig
 from trainer.distributed import sum_over_ranks
+from trainer.micro_batches import Batch, Split, in_order, micro_batches
 from trainer.role import FORWARD, Role
 
-Batch = Mapping[str, Tensor]
 Loss = Callable[[Tensor, Batch], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
 def select(batch: Batch, rows: Tensor | slice) -> dict[str, Tensor]:
     """The given sequences of a batch."""
     return {name: tensor[rows] for name, tensor in batch.items()}
-
-
-def _micro_batches(batch: Batch, size: int) -> list[dict[str, Tensor]]:
-    n = len(batch["tokens"])
-    return [select(batch, slice(start, start + size)) for start in range(0, n, size)]
 
 
 def _run_schedule(
@@ -67,39 +62,46 @@ def _run_schedule(
     )
 
 
-def _forward(role: Role, batch: Batch, reduce: Callable[[Tensor, Batch], Any], *, micro_batch_size: int) -> list[Any]:
-    """Forward-only passes; ``reduce`` turns each output into small tensors before the next micro-batch runs."""
+def _forward(
+    role: Role, batch: Batch, reduce: Callable[[Tensor, Batch], tuple[Tensor, ...]], **split: Unpack[Split]
+) -> tuple[Tensor, ...]:
+    """Forward-only passes; ``reduce`` turns each output into small tensors before the next micro-batch runs. They come
+    back as tensors over the whole batch."""
     role.require(FORWARD)
+    parts = micro_batches(batch, **split)
 
     def on_output(micro_batch: Batch, output: Tensor, *, non_loss_data: bool) -> Any:
         return reduce(output, micro_batch)
 
     with torch.no_grad():
-        return _run_schedule(role, _micro_batches(batch, micro_batch_size), on_output, forward_only=True)
+        results = _run_schedule(role, [part.take(batch) for part in parts], on_output, forward_only=True)
+    return tuple(in_order(tensors, parts, batch=batch) for tensors in zip(*results, strict=True))
 
 
 def log_probs(
-    role: Role, batch: Batch, *, temperature: float, vocab_size: int, micro_batch_size: int
+    role: Role, batch: Batch, *, temperature: float, vocab_size: int, **split: Unpack[Split]
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the tokens and entropies of their distributions under the role's active weights, each [n, s-1]."""
+    """Log-probs of the tokens and entropies of their distributions under the role's active weights, each [n, s-1].
+
+    By length (see :mod:`trainer.micro_batches`), columns after a sequence's end may hold zeros.
+    """
 
     def reduce(logits: Tensor, micro_batch: Batch) -> tuple[Tensor, Tensor]:
         return log_probs_and_entropy(
             logits[:, :-1], micro_batch["tokens"][:, 1:], temperature=temperature, vocab_size=vocab_size
         )
 
-    parts = _forward(role, batch, reduce, micro_batch_size=micro_batch_size)
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    token_log_probs, entropy = _forward(role, batch, reduce, **split)
+    return token_log_probs, entropy
 
 
-def values(role: Role, batch: Batch, *, micro_batch_size: int) -> Tensor:
-    """Values [n, s] in fp32: column t is the value of the text up to and including tokens[:, t]."""
-    return torch.cat(
-        _forward(role, batch, lambda output, _: output.squeeze(-1).float(), micro_batch_size=micro_batch_size)
-    )
+def values(role: Role, batch: Batch, **split: Unpack[Split]) -> Tensor:
+    """Values [n, s] in fp32: column t is the value of the text up to and including tokens[:, t]; by length, columns
+    after a sequence's end may hold zeros."""
+    return _forward(role, batch, lambda output, _: (output.squeeze(-1).float(),), **split)[0]
 
 
-def train_minibatch(role: Role, batch: Batch, loss: Loss, *, micro_batch_size: int) -> dict[str, float]:
+def train_minibatch(role: Role, batch: Batch, loss: Loss, **split: Unpack[Split]) -> dict[str, float]:
     """One optimizer step. Without a single response token on any rank nothing is changed.
 
     Args:
@@ -110,6 +112,7 @@ def train_minibatch(role: Role, batch: Batch, loss: Loss, *, micro_batch_size: i
         ``skipped`` (1.0 if the gradient norm was not finite).
     """
     reports: list[dict[str, Tensor]] = []
+    parts = micro_batches(batch, **split)
 
     def on_output(micro_batch: Batch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         numerator, count, stats = loss(output, micro_batch)
@@ -117,7 +120,7 @@ def train_minibatch(role: Role, batch: Batch, loss: Loss, *, micro_batch_size: i
         return numerator, count.int(), {}
 
     with role.training():
-        _run_schedule(role, _micro_batches(batch, micro_batch_size), on_output, forward_only=False)
+        _run_schedule(role, [part.take(batch) for part in parts], on_output, forward_only=False)
         sums = {name: torch.stack([report[name].double() for report in reports]).sum() for name in reports[0]}
         result = sum_over_ranks(sums)
         updated, grad_norm = (True, 0.0) if result["loss_count"] == 0 else role.step()

@@ -54,6 +54,7 @@ def run(job: Job) -> dict[str, Any]:
         with phases.phase("build", step=done or 0):
             parts = build(job.config, phases)
         note = outputs.progress.note if outputs.progress else _discard
+        note(f"core attention: {_attention(job.config)}")
         for name, path in starting_points(job.config).items() if done is None else ():
             head = "; its value head is new" if name == "critic" else ""
             note(f"the {name} starts from {path}{head}")
@@ -71,6 +72,7 @@ def run(job: Job) -> dict[str, Any]:
             config=to_plain(job.config),
             summary={
                 "platform": platform.describe(job.config),
+                "attention": _attention(job.config),
                 "patches": ", ".join(line.partition(":")[0] for line in patch_lines),
             },
             plan=plan_rows(footprint(job.config, vocab_size=parts.vocab_size)),
@@ -96,6 +98,13 @@ def starting_points(config: Config) -> dict[str, str]:
     if config.critic_starts_from_actor:
         paths.pop("critic")
     return {name: path for name, path in paths.items() if path is not None}
+
+
+def _attention(config: Config) -> str:
+    meanings = {"sdpa": "torch's scaled_dot_product_attention", "te": "Transformer Engine"}
+    backends = {name: role.model.attention_backend for name, role in config.roles.items()}
+    same = set(backends.values())
+    return meanings[same.pop()] if len(same) == 1 else ", ".join(f"{n}: {meanings[b]}" for n, b in backends.items())
 
 
 def _discard(_: Any) -> None:

@@ -78,7 +78,7 @@ def _run(case: Case) -> dict[str, Any]:
     checkpoints.finish()
     _check_ranks_agree(run)
     assert all(role.is_asleep("rest") for role in run.roles.values()) or not case.config.offload.train
-    varying = ("seconds/", "host_", "asleep_")
+    varying = ("seconds/", "tokens_per_second", "mfu/", "host_", "asleep_")
     numbers = [{k: v for k, v in record.items() if not k.startswith(varying)} for record in records]
     return {"metrics": numbers, "notes": notes}
 

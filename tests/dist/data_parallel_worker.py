@@ -27,6 +27,7 @@ from tests.roles import (
 )
 from trainer import loop, metrics, platform, step
 from trainer.distributed import data_parallel_rank, data_parallel_size
+from trainer.micro_batches import Split, micro_batches
 from trainer.models import build
 from trainer.role import FORWARD, Role
 
@@ -59,8 +60,11 @@ def full_gradients(role: Role) -> list[Tensor]:
     return gradients
 
 
-def gradients_of_uneven_lengths() -> dict[tuple[str, str, int], Any]:
-    """(role, aggregation, micro-batch size) -> (sums, gradients): lengths 1, 3, 50, 200."""
+def gradients_of_uneven_lengths() -> dict[tuple[str, str, int | str], Any]:
+    """(role, aggregation, micro-batch size or "by_length") -> (sums, gradients): lengths 1, 3, 50, 200.
+
+    With two ranks the first needs one micro-batch by length, the second two.
+    """
     results = {}
     for name in ("actor", "critic"):
         fresh_saver()
@@ -71,7 +75,27 @@ def gradients_of_uneven_lengths() -> dict[tuple[str, str, int], Any]:
             for micro_batch_size in (1, 2, 4)[: len(batch["tokens"])]:
                 sums = step.train_minibatch(role, batch, loss, micro_batch_size=micro_batch_size)
                 results[name, mode, micro_batch_size] = (sums, full_gradients(role))
+            sums = step.train_minibatch(role, batch, loss, micro_batch_size=1, micro_batch_tokens=256)
+            results[name, mode, "by_length"] = (sums, full_gradients(role))
     return results
+
+
+def by_length_with_overlap() -> dict[str, Any]:
+    """Log-probs by length, then a step on them with gradients reduced during the backward pass: KL between both, number
+    of micro-batches on each rank."""
+    fresh_saver()
+    with small_buckets():
+        role = make_role("actor", "model.max_length=256", *OVERLAP)
+    batch = my_share(make_batch([1, 3, 50, 200, 2, 9, 180, 190]))
+    split: Split = {"micro_batch_size": 1, "micro_batch_tokens": 256}
+    batch["old_log_probs"], _ = step.log_probs(
+        role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, minibatches=2, **split
+    )
+    half = step.select(batch, slice(0, len(batch["tokens"]) // 2))
+    counts: list[Any] = [None] * data_parallel_size()
+    distributed.all_gather_object(counts, len(micro_batches(half, **split)))
+    sums = step.train_minibatch(role, half, loss_of(role), **split)
+    return {"ppo_kl": sums["ppo_kl"], "grad_norm": sums["grad_norm"], "counts": counts, "weights": all_ranks_hold(role)}
 
 
 def metrics_of_one_step() -> dict[str, dict[str, float]]:
@@ -204,6 +228,7 @@ def shared_tags() -> dict[str, Any]:
 
 CHECKS: tuple[Callable[[], Any], ...] = (
     gradients_of_uneven_lengths,
+    by_length_with_overlap,
     metrics_of_one_step,
     weights_after_every_change,
     overlap_in_several_buckets,

@@ -47,7 +47,7 @@ def run_one(config: Config) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     run = worker.build(config, Phases(events.append, gpu=False))
     loop.train(run, loop.Outputs(recorder, None, recorder))
-    varying = ("seconds/", "host_", "asleep_")
+    varying = ("seconds/", "tokens_per_second", "mfu/", "host_", "asleep_")
     numbers = [{k: v for k, v in record.items() if not k.startswith(varying)} for record in records]
     with run.actor.awake(tag=None):
         checksum = combined_digest(run.actor.weights_sha256())

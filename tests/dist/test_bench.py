@@ -86,7 +86,11 @@ def test_a_bench_measures_policies_and_peers(tmp_path):
     # The saver copies whole pages; what the first step left behind lies in them too.
     assert 14 <= slime["host_bytes_per_parameter"]["actor"] < 18
     assert rebuild["floor_seconds"] < rebuild["cycle_seconds"]
-    assert "| rebuild | 12.0" in (tmp_path / "bench.md").read_text()
+    report = (tmp_path / "bench.md").read_text()
+    assert "| rebuild | 12.0" in report
+    planned = next(line.split("|")[3:-1] for line in report.splitlines() if line.startswith("| rebuild | critic | "))
+    assert [abs(float(planned[column].strip(" %"))) < 2 for column in (2, 5)] == [True, True]  # pages are whole
+    assert "| slime | critic |" not in report  # nobody plans a peer
 
 
 def test_a_failing_case_says_why_and_fails_the_command(tmp_path):

@@ -52,7 +52,7 @@ def torpor(directory: Path, *arguments: str) -> Done:
 def lasting_metrics(job: Path) -> list[dict]:
     """The records without what depends on the machine's load and memory."""
     records = [json.loads(line) for line in (job / "metrics.jsonl").read_text().splitlines()]
-    passing = ("seconds/", "host_", "asleep_", "gpu_")
+    passing = ("seconds/", "tokens_per_second", "mfu/", "host_", "asleep_", "gpu_")
     return [{k: v for k, v in record.items() if not k.startswith(passing)} for record in records]
 
 

@@ -25,12 +25,21 @@ def test_lengths_of_1_to_200_give_the_same_gradients_however_they_are_split(resu
     expected_sums, expected = results[1]["gradients_of_uneven_lengths"][name, mode, 4]
     assert expected_sums["loss_count"] == {"token_mean": 254, "sequence_mean": 4}[mode]
     for ranks in (1, 2):
-        for micro_batch_size in (1, 2, 4)[: 4 // ranks]:
-            sums, actual = results[ranks]["gradients_of_uneven_lengths"][name, mode, micro_batch_size]
+        for split in (*(1, 2, 4)[: 4 // ranks], "by_length"):
+            sums, actual = results[ranks]["gradients_of_uneven_lengths"][name, mode, split]
             assert sums == pytest.approx(expected_sums, rel=1e-4, abs=1e-5)
             for left, right in zip(actual, expected, strict=True):
                 assert right.abs().max() > 0
                 torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6 * right.abs().max().item())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_run_equally_many_micro_batches_by_length_and_start_at_ratio_one(results, ranks):
+    found = results[ranks]["by_length_with_overlap"]
+    # Padded lengths of the rows that train: 8, 8, 56, 208 on one rank; 8, 8 and 8, 16 on two.
+    assert found["counts"] == {1: [2], 2: [1, 1]}[ranks]
+    assert found["ppo_kl"] == 0.0
+    assert found["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("case", ["even", "rank_without_tokens"])

@@ -55,6 +55,7 @@ FLIPS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 INVISIBLE = {
     "algo.micro_batch_size": "splits the work of a rank; no split may change a mean (tests/unit/test_step.py)",
+    "algo.micro_batch_tokens": "splits it in another way; compared in the same test",
     "rollout.engine": "has one option",
     "rollout.max_prompt_tokens": "a limit: longer prompts are refused (tests/unit/test_rollout.py)",
 }

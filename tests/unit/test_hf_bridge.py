@@ -15,7 +15,8 @@ from trainer.config import ModelConfig, ParallelConfig
 from trainer.models.build import build_gpt, named_tensors
 from trainer.models.hf_bridge import from_hf, hf_config, to_hf
 
-TINY = ModelConfig(**OmegaConf.load(Path(conf.__file__).parent / "model/tiny.yaml"))  # type: ignore[arg-type]
+_TINY = OmegaConf.to_container(OmegaConf.load(Path(conf.__file__).parent / "model/tiny.yaml"))
+TINY = ModelConfig(**{**_TINY, "attention_backend": "sdpa"})  # type: ignore[dict-item]
 SMALL = dataclasses.replace(
     TINY, layers=2, hidden_size=64, ffn_size=96, heads=4, kv_heads=2, rope_theta=5e5, norm_eps=1e-3, dtype="fp32"
 )

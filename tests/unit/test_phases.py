@@ -21,6 +21,7 @@ def test_seconds_of_a_phase_add_up_within_a_step_and_start_anew_in_the_next():
     metrics = phases.end_step()
     assert 0.1 <= metrics["seconds/rollout"] < 1.0
     assert metrics["seconds/report"] < 0.05
+    assert 0 < metrics["seconds/memory_samples"] < 1.0
     assert metrics["host_rss_bytes"] > 1 << 20
     assert "seconds/rollout" not in phases.end_step()
 

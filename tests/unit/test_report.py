@@ -50,6 +50,8 @@ def metrics_record(step: int) -> dict[str, object]:
         "critic/loss": math.nan if step == 2 else 0.5 / step,
         "seconds/rollout": 3.0,
         "seconds/train_actor": 1.0 if step == 1 else 0.5,
+        "tokens_per_second/step": 1000.0 * step,
+        "tokens_per_second/train_actor": 8000.0 if step == 1 else 20_000.0,
         "host_rss_bytes": 1200 * MIB,
         "asleep_released_bytes": 18 * MIB,
         "asleep_backup_bytes": 14 * MIB,
@@ -175,9 +177,9 @@ def test_progress_without_a_terminal_prints_one_plain_line_per_step() -> None:
     ]
     header, first, second = lines[10:]
     assert len(header) == len(first) == len(second)
-    assert " ".join(header.split()) == "step reward KL value loss entropy s/step host RSS asleep backed up"
-    assert " ".join(first.split()) == "1/120 0.250 0.001 0.5 1.900 4.00 1.17 GiB 18.0 MiB 14.0 MiB"
-    assert " ".join(second.split()) == "2/120 0.500 0.002 - 1.800 3.50 1.17 GiB 18.0 MiB 14.0 MiB"
+    assert " ".join(header.split()) == "step reward KL value loss entropy s/step tok/s host RSS asleep backup"
+    assert " ".join(first.split()) == "1/120 0.250 0.001 0.5 1.900 4.00 1.00k 1.17 GiB 18.0 MiB 14.0 MiB"
+    assert " ".join(second.split()) == "2/120 0.500 0.002 - 1.800 3.50 2.00k 1.17 GiB 18.0 MiB 14.0 MiB"
 
 
 def test_progress_on_a_terminal_shows_the_latest_steps_over_a_bar() -> None:
@@ -193,7 +195,7 @@ def test_progress_on_a_terminal_shows_the_latest_steps_over_a_bar() -> None:
     shown = frame.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
     assert "\x1b[?25h" in output.getvalue()  # the cursor is back
     assert [line.split()[0] for line in shown[2:-2]] == [str(step) for step in range(3, 11)]
-    assert " ".join(shown[2].split()) == "3 0.750 0.003 0.167 1.700 3.50 1.17 GiB 18.0 MiB 14.0 MiB"
+    assert " ".join(shown[2].split()) == "3 0.750 0.003 0.167 1.700 3.50 3.00k 1.17 GiB 18.0 MiB 14.0 MiB"
     assert "loss 0.5000" in shown[-2]
     assert "10/12" in shown[-1]
 
@@ -220,8 +222,11 @@ def test_final_tables_equal_hand_computed_numbers(run_directory: Path) -> None:
         ("all", "all", "", "", "36.00", "28.00", "", "", ""),
     ]
 
-    assert phases.rows == [("rollout", "3.000", "9.00", "81.8%"), ("train_actor", "0.667", "2.00", "18.2%")]
-    assert phases.totals == [("step", "3.667", "11.00", "100.0%")]
+    assert phases.rows == [
+        ("rollout", "3.000", "9.00", "81.8%", "-"),
+        ("train_actor", "0.667", "2.00", "18.2%", "14.0k"),  # 8000 a second for 1 s, 20000 for 0.5 s twice
+    ]
+    assert phases.totals == [("step", "3.667", "11.00", "100.0%", "1.95k")]
 
 
 def moment(name: str, **gib: float) -> dict[str, object]:

@@ -35,6 +35,7 @@ MODEL = ModelConfig(
     tie_embeddings=False,
     init_std=0.02,
     dtype="fp32",
+    attention_backend="sdpa",
 )
 ROLLOUT = RolloutConfig(engine="hf", temperature=1.0, top_p=1.0, max_prompt_tokens=7, max_new_tokens=6)
 PROMPTS = [[10, 11, 12, 13, 14, 15, 16], [20, 21], [30, 31, 32], [40]]

@@ -41,11 +41,11 @@ def log_probs(role, batch, *, micro_batch_size=2):
     return step.log_probs(role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, micro_batch_size=micro_batch_size)[0]
 
 
-def gradients(role, batch, *overrides, micro_batch_size):
+def gradients(role, batch, *overrides, **split):
     """(reported sums, gradients per buffer) of one step that leaves the weights alone."""
     for group in role.optimizer.param_groups:
         group["lr"] = 0.0
-    sums = step.train_minibatch(role, batch, loss_of(role, *overrides), micro_batch_size=micro_batch_size)
+    sums = step.train_minibatch(role, batch, loss_of(role, *overrides), **split)
     return sums, [buffer.grad_data.clone() for buffer in ddp_buffers(role)]
 
 
@@ -65,12 +65,32 @@ def test_no_split_into_micro_batches_changes_a_gradient(name, mode):
         assert count == {"token_mean": 254, "sequence_mean": 4}[mode]
         (numerator / count).backward()
         expected = [buffer.grad_data.clone() for buffer in ddp_buffers(role)]
-    for micro_batch_size in (1, 2, 4):
-        sums, actual = gradients(role, batch, *overrides, micro_batch_size=micro_batch_size)
+    by_length = [{"micro_batch_size": 1, "micro_batch_tokens": budget} for budget in (8, 128, 512, 10_000)]
+    for split in [*({"micro_batch_size": size} for size in (1, 2, 4)), *by_length]:
+        sums, actual = gradients(role, batch, *overrides, **split)
         assert sums["loss_sum"] == pytest.approx(numerator.item(), rel=1e-5)
         assert sums["grad_norm"] == pytest.approx(torch.cat(expected).norm().item(), rel=1e-4)
         for left, right in zip(actual, expected, strict=True):
             torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6 * right.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["actor", "critic"])
+def test_forward_passes_by_length_return_every_row_to_its_place(name):
+    role = make_role(name, *FP32, "model.max_length=256")
+    batch = make_batch([1, 200, 3, 50, 7, 2])
+    mask = batch["response_mask"]
+    by_length = {"micro_batch_size": 6, "micro_batch_tokens": 256}
+
+    def numbers(**split):
+        if name == "critic":
+            return (step.values(role, batch, **split)[:, 1:],)
+        return step.log_probs(role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, **split)
+
+    whole, grouped, again = numbers(micro_batch_size=6), *(numbers(**by_length, minibatches=2) for _ in range(2))
+    for expected, actual, repeated in zip(whole, grouped, again, strict=True):
+        assert actual.shape == expected.shape
+        torch.testing.assert_close(actual[mask], expected[mask], rtol=1e-4, atol=1e-5)
+        assert torch.equal(actual, repeated)
 
 
 def test_a_sequence_mean_weighs_short_and_long_responses_alike():
@@ -206,7 +226,11 @@ def add_advantages(batch, values, *overrides, coef=0.0):
     return loop._add_advantages(config, batch, values, kl_coef=coef), batch
 
 
-@pytest.mark.parametrize("extra", [(), ("model.dtype=fp32", "algo.epochs=2")])
+@pytest.mark.parametrize(
+    "extra",
+    [(), ("model.dtype=fp32", "algo.epochs=2"), ("algo.micro_batch_tokens=64",)],
+    ids=["bf16", "fp32", "by-length"],
+)
 def test_the_first_step_starts_at_the_sampling_policy_and_at_the_reference(extra):
     records = run_one(small_config(*extra))["metrics"]
     assert [record["step"] for record in records] == [0, 1, 2]
@@ -241,9 +265,7 @@ def test_without_a_reward_kl_pulls_a_perturbed_actor_back_to_the_reference(overr
 
     def distributions(tag):
         with run.actor.awake(kinds=FORWARD, tag=tag):
-            return torch.cat(
-                step._forward(run.actor, fixed, lambda logits, _: logits.log_softmax(-1), micro_batch_size=16)
-            )
+            return step._forward(run.actor, fixed, lambda logits, _: (logits.log_softmax(-1),), micro_batch_size=16)[0]
 
     def kl_to_reference():
         actor, reference = distributions("actor"), distributions("ref")

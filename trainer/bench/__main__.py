@@ -23,11 +23,11 @@ from rich.console import Console
 from trainer import config as configuration
 from trainer.bench import cases, measure
 from trainer.bench.cases import CASES, BenchConfig, BenchRoot, Case, CaseJob
-from trainer.bench.table import NEEDS_GPU, bench_table, document, summarize
+from trainer.bench.launching import run_workers
+from trainer.bench.table import NEEDS_GPU, bench_table, document, plan_comparison, summarize
 from trainer.config import Config
 from trainer.hints import hint_for
-from trainer.launch import WorkerError, launch
-from trainer.launch_environment import worker_environment
+from trainer.plan.footprint import footprint, plan_rows
 from trainer.report import read_records
 from trainer.report.records import BENCH_FILE
 
@@ -51,7 +51,7 @@ def config_of(case: Case, overrides: list[str]) -> Config:
 def run(bench: BenchConfig, configs: Mapping[str, Config], directory: Path, console: Console) -> bool:
     """Measure every case of ``configs``, add the records to those in the directory, and say whether all went well."""
     first, records = next(iter(configs.values())), []
-    roofline = _run_workers(measure.measure_roofline, CaseJob(first, bench, None), "roofline", directory, console)
+    roofline = run_workers(measure.measure_roofline, CaseJob(first, bench, None), "roofline", directory, console)
     failed = "error" in roofline
     for name, config in configs.items():
         case = CASES[name]
@@ -61,9 +61,11 @@ def run(bench: BenchConfig, configs: Mapping[str, Config], directory: Path, cons
         else:
             console.print(f"{name}: {case.meaning}")
             job = CaseJob(config, bench, case.peer)
-            record |= _run_workers(measure.run_case, job, name, directory, console)
+            record |= run_workers(measure.run_case, job, name, directory, console)
             failed |= "error" in record or not record["bits_kept"]
         if "error" not in record:
+            if case.peer is None:
+                record["plan"] = plan_rows(footprint(config, vocab_size=bench.vocab_size))
             record["roofline"] = None if "error" in roofline else roofline
             record["summary"] = summarize(record)
         with (directory / BENCH_FILE).open("a") as file:
@@ -72,25 +74,9 @@ def run(bench: BenchConfig, configs: Mapping[str, Config], directory: Path, cons
         records = [newest[known] for known in CASES if known in newest]
         (directory / TABLE_FILE).write_text(document(records, cases={n: c.meaning for n, c in CASES.items()}))
     console.print(bench_table(records))
+    console.print(plan_comparison(records))
     console.print(f"table: {directory / TABLE_FILE}   all numbers: {directory / BENCH_FILE}", soft_wrap=True)
     return not failed
-
-
-def _run_workers(worker: Any, job: CaseJob, name: str, directory: Path, console: Console) -> dict[str, Any]:
-    """What rank 0 returned, or {"error": ...} after showing the tracebacks."""
-    config, log_dir = job.config, cases.log_dir(directory, name)
-    try:
-        environment = worker_environment(
-            platform=config.platform.name,
-            sleeps=config.offload.train,
-            threads_per_worker=config.launch.threads_per_worker,
-        )
-        return launch(worker, job, nproc=config.launch.nproc, log_dir=log_dir, environment=environment)
-    except (WorkerError, ValueError) as error:
-        for path in sorted(log_dir.glob("*.traceback")):
-            console.print(path.read_text(), markup=False, highlight=False, soft_wrap=True)
-        console.print(f"{name} failed: {error}", markup=False, soft_wrap=True)
-        return {"error": str(error)}
 
 
 @hydra.main(config_path="pkg://conf", config_name="bench", version_base="1.3")

@@ -20,6 +20,7 @@ from trainer import platform
 from trainer.bench.cases import CaseJob
 from trainer.memory.ledger import sample_memory
 from trainer.plan import make_plan
+from trainer.plan.footprint import arena_sizes_bytes, footprint
 
 ROLES = ("actor", "critic")
 _COPY_REPEATS = 5
@@ -59,7 +60,7 @@ def run_case(job: CaseJob) -> dict[str, Any]:
     return {
         "platform": platform.describe(job.config),
         "nproc": job.config.launch.nproc,
-        "versions": _versions(),
+        "versions": versions(),
         "parameters": {role.name: role.parameter_count() for role in roles},
         "build_seconds": build_seconds,
         "memory_baseline": baseline,
@@ -99,26 +100,26 @@ def _set_up(job: CaseJob) -> None:
     faulthandler.dump_traceback_later(job.bench.case_timeout_seconds, exit=True)
     platform.set_up(job.config)
     platform.set_up_process_groups(job.config)
-    import trainer.role  # noqa: F401  (megatron, before the baseline is taken)
-
     torch.manual_seed(job.config.seed)
     torch.ones(1, device=torch.cuda.current_device()).item()  # the CUDA context belongs to the baseline too
 
 
 def _build(job: CaseJob, events: list[dict[str, Any]]) -> list[Any]:
-    """Both roles, ready for their first sleep: host memory that is pinned at all in advance is pinned."""
-    from trainer.bench import peers
+    """Both roles, ready for their first sleep: host memory that is pinned at all in advance is pinned, in the
+    background while the rest of megatron-core is imported and the models are built."""
     from trainer.distributed import seed_for
     from trainer.memory.arena import HostArenas
-    from trainer.memory.saver import make_saver
-    from trainer.plan.footprint import arena_sizes_bytes, footprint
-    from trainer.role import Role
 
     config = job.config
-    plan, saver = make_plan(config), make_saver(config)
     arenas = HostArenas(pinned=config.platform.name == "cuda")
     if job.peer is None:
         arenas.reserve(arena_sizes_bytes(footprint(config, vocab_size=job.bench.vocab_size)))
+
+    from trainer.bench import peers
+    from trainer.memory.saver import make_saver
+    from trainer.role import Role
+
+    plan, saver = make_plan(config), make_saver(config)
     roles = []
     for name in ROLES:
         parts = peers.Parts(
@@ -199,6 +200,7 @@ def _true_on_all_ranks(value: bool) -> bool:
     return sum_over_ranks({"false": float(not value)})["false"] == 0
 
 
-def _versions() -> dict[str, str]:
-    names = ("torch", "megatron-core", "torch-memory-saver")
+def versions() -> dict[str, str]:
+    """Of Python and of what the times depend on."""
+    names = ("torch", "megatron-core", "torch-memory-saver", "transformers")
     return {"python": host_platform.python_version(), **{name: metadata.version(name) for name in names}}

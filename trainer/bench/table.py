@@ -79,6 +79,25 @@ def bench_table(records: Sequence[Record]) -> Table:
     return Table(title="Actor and critic asleep and back", columns=COLUMNS, rows=rows, text_columns=1)
 
 
+def plan_comparison(records: Sequence[Record]) -> Table:
+    """Per policy and role, bytes of one rank that the plan foresaw and those that the last sleep counted."""
+    rows = []
+    for record in (record for record in records if "plan" in record):
+        events = record["cycles"][-1]["sleep_events"]
+        slept = {(event["role"], event["kind"]) for event in events}
+        for role in record["parameters"]:
+            cells = []
+            for key in ("released_bytes", "backup_bytes"):
+                # The benchmark has no rollout engine and no reference model.
+                planned = sum(r[key] for r in record["plan"] if r["role"] == role and (role, r["kind"]) in slept)
+                measured = sum(event[key] for event in events if event["role"] == role)
+                off = f"{measured / planned - 1:+.2%}" if planned else UNKNOWN
+                cells += [f"{planned / 2**20:.2f}", f"{measured / 2**20:.2f}", off]
+            rows.append((record["case"], role, *cells))
+    header = ("case", "role", "freed: plan", "run", "off", "host: plan", "run", "off")
+    return Table(title="Planned and measured, MiB per rank", columns=header, rows=rows, text_columns=2)
+
+
 def _row(record: Record) -> tuple[str, ...]:
     summary, build = record["summary"], record["build_seconds"]
     per_parameter, gpu_left = summary["host_bytes_per_parameter"], summary["gpu_left_bytes"]
@@ -116,8 +135,9 @@ def document(records: Sequence[Record], *, cases: Mapping[str, str]) -> str:
         "ones. GB/s: bytes with a host copy over time, and the share of a plain pinned copy's rate. Cycle: both "
         "roles asleep and awake again; floor: the same bytes each way at that rate."
     )
-    table = bench_table(records)
-    return "\n\n".join([f"# {table.title}", "\n".join(facts), table.markdown(), notes, "\n".join(meanings)]) + "\n"
+    table, plan = bench_table(records), plan_comparison(records)
+    parts = [f"# {table.title}", "\n".join(facts), table.markdown(), notes, "\n".join(meanings)]
+    return "\n\n".join([*parts, f"## {plan.title}", plan.markdown()]) + "\n"
 
 
 def _facts(records: Sequence[Record]) -> Iterable[str]:

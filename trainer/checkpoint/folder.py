@@ -28,7 +28,7 @@ from trainer.config import Config, to_plain
 FOLDER = "checkpoints"
 _LATEST, _BEST, _MANIFEST, _TEMPORARY = "latest", "best", "manifest.json", ".tmp"
 _ACCURACY = "heldout_accuracy"
-_HARMLESS_MODEL_KEYS = {"init_std"}  # used before the first step only
+_HARMLESS_MODEL_KEYS = {"init_std", "attention_backend"}  # used before the first step only; no weights depend on it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from trainer.config import DdpConfig, ModelConfig, ParallelConfig
 from trainer.hf_architecture import rope_parameters
-from trainer.models.layers import CausalAttention, RmsNorm, ValueHead
+from trainer.models.layers import RmsNorm, ValueHead, core_attention
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -71,7 +71,7 @@ def _block_spec(model: ModelConfig) -> TransformerBlockSubmodules:
     parts.input_layernorm = RmsNorm
     parts.pre_mlp_layernorm = RmsNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = CausalAttention
+    attention.core_attention = core_attention(model.attention_backend)
     if model.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     assert isinstance(layer, ModuleSpec)

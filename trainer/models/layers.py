@@ -2,7 +2,7 @@
 
 The local spec's own parts need Apex or Transformer Engine for sequence parallelism and build the whole attention
 matrix. These two compute with plain torch: RMSNorm as Hugging Face's Llama and Qwen do it, attention through
-``scaled_dot_product_attention``.
+``scaled_dot_product_attention``. Where Transformer Engine is there, its attention can stand in for the latter.
 """
 
 from __future__ import annotations
@@ -48,6 +48,25 @@ class CausalAttention(nn.Module):
         query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+def core_attention(backend: str) -> type[nn.Module]:
+    """The core-attention module of the local spec: ``sdpa`` or ``te`` (through Megatron's wrapper, which takes the same
+    arguments and the causal mask type of the spec).
+
+    Raises:
+        ValueError: Transformer Engine is asked for and cannot be imported.
+    """
+    if backend == "sdpa":
+        return CausalAttention
+    from megatron.core.extensions import transformer_engine
+
+    if not transformer_engine.HAVE_TE:
+        raise ValueError(
+            "model.attention_backend=te, but transformer_engine cannot be imported (does `python -c 'import "
+            "transformer_engine.pytorch'` work?): mend its installation, or use model.attention_backend=sdpa"
+        )
+    return transformer_engine.TEDotProductAttention
 
 
 class ValueHead(nn.Module):

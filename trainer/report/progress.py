@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from trainer.report.records import Record
-from trainer.report.units import format_bytes
+from trainer.report.units import format_bytes, format_count
 
 _LATEST_STEPS = 8
 _PLAIN_WARM_UP_LINES = 10
@@ -36,27 +36,30 @@ def step_seconds(record: Record) -> float:
 
 
 _COLUMNS = (
-    _Column("reward", 7, lambda r: r.get("reward"), "{:.3f}".format),
+    _Column("reward", 6, lambda r: r.get("reward"), "{:.3f}".format),
     _Column("KL", 9, lambda r: r.get("kl"), "{:.3g}".format),
     _Column("value loss", 10, lambda r: r.get("critic/loss"), "{:.3g}".format),
     _Column("entropy", 7, lambda r: r.get("entropy"), "{:.3f}".format),
     _Column("s/step", 6, step_seconds, "{:.2f}".format),
+    _Column("tok/s", 5, lambda r: r.get("tokens_per_second/step"), format_count),
+    _Column("MFU", 5, lambda r: r.get("mfu/step"), "{:.1%}".format),
     _Column("host RSS", 8, lambda r: r.get("host_rss_bytes"), format_bytes),
     _Column("asleep", 8, lambda r: r.get("asleep_released_bytes"), format_bytes),
-    _Column("backed up", 9, lambda r: r.get("asleep_backup_bytes"), format_bytes),
+    _Column("backup", 8, lambda r: r.get("asleep_backup_bytes"), format_bytes),
 )
 
 
 class Progress:
     """Shows the warm-up and then the PPO steps; use it as a context manager, on rank 0 only.
 
-    `asleep` are the bytes released by sleeping regions, `backed up` their copies on the host. Values that are
-    missing or null show as "-".
+    `tok/s` are the step's real tokens, all ranks together, `asleep` the bytes released by sleeping regions, `backup`
+    their copies on the host. Values that are missing or null show as "-"; MFU has a column if the first step has it.
     """
 
     def __init__(self, steps: int, *, console: Console | None = None) -> None:
         self._steps = steps
         self._console = console if console is not None else Console()
+        self._columns: Sequence[_Column] = ()
         self._latest: deque[Sequence[str]] = deque(maxlen=_LATEST_STEPS)
         self._bars = progress.Progress(
             progress.TextColumn("{task.description}"),
@@ -90,13 +93,17 @@ class Progress:
 
     def step(self, record: Record) -> None:
         """PPO step `record["step"]` is done; `record` is its line of metrics.jsonl."""
-        step, cells = record["step"], [column.cell(record) for column in _COLUMNS]
+        if not self._columns:
+            self._columns = [
+                column for column in _COLUMNS if column.header != "MFU" or column.value(record) is not None
+            ]
+        step, cells = record["step"], [column.cell(record) for column in self._columns]
         if self._live is not None:
             self._latest.append([str(step), *cells])
             self._advance("PPO", step, total=self._steps, note="")
             return
         if not self._header_printed:
-            self._print_columns("step", [column.header for column in _COLUMNS])
+            self._print_columns("step", [column.header for column in self._columns])
             self._header_printed = True
         self._print_columns(f"{step}/{self._steps}", cells)
 
@@ -120,7 +127,7 @@ class Progress:
             return self._bars
         table = Table(box=box.SIMPLE_HEAD, padding=0, header_style="bold", show_edge=False)
         table.add_column("step", justify="right", min_width=4, no_wrap=True)
-        for column in _COLUMNS:
+        for column in self._columns:
             table.add_column(column.header, justify="right", min_width=column.width, no_wrap=True)
         for index, row in enumerate(self._latest):
             table.add_row(*row, style="" if index == len(self._latest) - 1 else "dim")
@@ -128,7 +135,7 @@ class Progress:
 
     def _print_columns(self, first: str, cells: Sequence[str]) -> None:
         width = max(5, 2 * len(str(self._steps)) + 1)
-        padded = [f"{cell:>{column.width}}" for column, cell in zip(_COLUMNS, cells, strict=True)]
+        padded = [f"{cell:>{column.width}}" for column, cell in zip(self._columns, cells, strict=True)]
         self._print("  ".join([f"{first:>{width}}", *padded]))
 
     def _print(self, line: str) -> None:

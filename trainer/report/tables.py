@@ -9,8 +9,9 @@ from rich import box
 from rich import table as rich_table
 
 from trainer.report.memory import LedgerLine, last_sleeps, ledger, median_seconds
+from trainer.report.progress import step_seconds
 from trainer.report.records import Record
-from trainer.report.units import byte_unit
+from trainer.report.units import byte_unit, format_count
 
 UNKNOWN = "-"
 _WIDEST_UNWRAPPED = 14
@@ -198,7 +199,8 @@ def sleep_table(memory: Sequence[Record], *, parameters: Record) -> Table:
 
 
 def phase_table(metrics: Sequence[Record]) -> Table:
-    """Seconds per phase of the PPO steps; the share is that of all phases together."""
+    """Seconds per phase of the PPO steps; the share is that of all phases together. Tokens per second (all ranks) and
+    MFU, columns that are there if any step has them, are means over the time; see `trainer.throughput`."""
     seconds: dict[str, list[float]] = {}
     steps = [record for record in metrics if record["step"] > 0]
     for record in steps:
@@ -206,17 +208,29 @@ def phase_table(metrics: Sequence[Record]) -> Table:
             if key.startswith("seconds/") and value is not None:
                 seconds.setdefault(key.removeprefix("seconds/"), []).append(value)
     total = sum(map(sum, seconds.values()))
-    rows = [
-        (phase, f"{statistics.fmean(values):.3f}", f"{sum(values):.2f}", _share(sum(values), total))
-        for phase, values in seconds.items()
-    ]
-    totals = [("step", f"{total / len(steps):.3f}", f"{total:.2f}", _share(total, total))] if rows else []
+    rates = {"tokens_per_second": ("tokens/s", format_count), "mfu": ("MFU", "{:.1%}".format)}
+    shown = {k: v for k, v in rates.items() if any(record.get(f"{k}/step") is not None for record in steps)}
+
+    def row(phase: str, values: Sequence[float], mean: float) -> tuple[str, ...]:
+        means = [_mean_rate(steps, rate, phase) for rate in shown]
+        cells = [UNKNOWN if m is None else form(m) for m, (_, form) in zip(means, shown.values(), strict=True)]
+        return phase, f"{mean:.3f}", f"{sum(values):.2f}", _share(sum(values), total), *cells
+
+    rows = [row(phase, values, statistics.fmean(values)) for phase, values in seconds.items()]
     return Table(
         title="Seconds per phase",
-        columns=("phase", "mean (s)", "total (s)", "share of step"),
+        columns=("phase", "mean (s)", "total (s)", "share of step", *(header for header, _ in shown.values())),
         rows=rows,
-        totals=totals,
+        totals=[row("step", [total], total / len(steps))] if rows else [],
     )
+
+
+def _mean_rate(steps: Sequence[Record], rate: str, phase: str) -> float | None:
+    """Mean over the time that ``phase`` took, which for "step" is all phases' (evaluations included)."""
+    rated = [record for record in steps if record.get(f"{rate}/{phase}") is not None]
+    weights = [step_seconds(r) if phase == "step" else r[f"seconds/{phase}"] for r in rated]
+    weighted = sum(record[f"{rate}/{phase}"] * weight for record, weight in zip(rated, weights, strict=True))
+    return weighted / sum(weights) if rated else None
 
 
 def _flag(flag: bool | None) -> str:

@@ -25,6 +25,16 @@ def format_bytes(value_bytes: float) -> str:
     return f"{value:.{digits}f} {name}"
 
 
+def format_count(count: float) -> str:
+    """Three significant digits, at most five characters: "7.00", "998", "12.3k", "1.25M"."""
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")):
+        if count >= size * 0.9995 or size == 1:
+            value = count / size
+            digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+            return f"{value:.{digits}f}{suffix}"
+    raise AssertionError(count)
+
+
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of nested mappings."""
     for key, value in values.items():

@@ -1,0 +1,85 @@
+"""The training benchmark: two ways to do the same work give the same numbers, and a table that compares them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.composing import config_of
+from trainer.bench.training import BenchTrainingConfig, check, training_tables
+
+SMALL = (
+    *("platform=cpu", "launch.threads_per_worker=1", "model.dtype=fp32", "model.hidden_size=64", "model.ffn_size=128"),
+    *("model.layers=1", "model.qkv_bias=true", "rollout.max_new_tokens=12", "rollout.max_prompt_tokens=40"),
+    *("algo.prompts_per_step=16", "algo.minibatches=2", "algo.epochs=2", "algo.micro_batch_tokens=128"),
+    *("task=jsonl", "task.verifier=tests.dist.test_bench_training.odd_length"),
+)
+
+
+def odd_length(response, example):
+    """A verifier that pays a random actor for about every other response."""
+    return float(len(response) % 2)
+
+
+def record(*steps, peak=None):
+    return {"steps": list(steps), "gpu_peak_allocated_bytes": peak}
+
+
+def step(seconds, rate, mfu, wall):
+    numbers = dict.fromkeys(("response_tokens", "reward", "kl", "entropy"), 1.0)
+    numbers |= {f"{role}/{name}": 0.5 for role in ("actor", "critic") for name in ("loss", "grad_norm")}
+    rates = {"tokens_per_second/values": rate, "mfu/values": mfu, "tokens_per_second/step": 10.0, "mfu/step": 0.1}
+    return {**numbers, "seconds/values": seconds, **rates, "wall_seconds": wall}
+
+
+def test_times_are_medians_without_the_first_step():
+    slow = record(step(9.0, 1.0, 0.1, 9.5), *(step(s, 1000 * s, s / 10, 2 * s) for s in (1.0, 2.0, 4.0)), peak=2**31)
+    plain = record(step(9.0, 1.0, 0.1, 9.5), step(0.5, 8000.0, 0.4, 0.75))
+    times, numbers = training_tables({"lean": slow, "plain": plain})
+    assert times.columns == ("phase", "lean s", "lean tok/s", "lean MFU", "plain s", "plain tok/s", "plain MFU")
+    assert times.rows == [["values", "2.000", "2.00k", "20.0%", "0.500", "8.00k", "40.0%"]]
+    assert times.totals == [["step", "4.000", "10.0", "10.0%", "0.750", "10.0", "10.0%"]]
+    assert numbers.rows[0] == ("response_tokens", "1", "1")
+    assert numbers.rows[-1] == ("GPU GiB at most", "2.0", "-")
+
+
+@pytest.mark.parametrize(
+    ("cases", "steps", "overrides", "message"),
+    [
+        (["plain"], 2, [], "the first not plain"),
+        (["lean", "fast"], 2, [], "must be some of lean, resident, plain"),
+        (["lean"], 1, [], "bench.steps=1: must be at least 2"),
+        (["lean"], 2, ["launch.nproc=2"], "launch.nproc=2: the plain loop has one worker"),
+        (["lean"], 2, ["roles.critic.model.layers=1"], "leave roles.critic.model as the actor's"),
+        (["lean"], 2, ["optimizer.lr_schedule=linear"], "use roles.actor.optimizer.lr_schedule=constant"),
+    ],
+)
+def test_what_both_sides_cannot_do_alike_is_refused(cases, steps, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        check(BenchTrainingConfig(cases=cases, steps=steps, case_timeout_seconds=60), config_of(*overrides))
+
+
+def test_both_loops_do_the_same_work(tmp_path):
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(f'{{"prompt": "{" 1 +" * (n % 8)} {n} =", "answer": "1"}}\n' for n in range(40)))
+    command = [sys.executable, "-m", "trainer.bench.training", *SMALL, f"task.path={questions}"]
+    command += ["bench.steps=2", "bench.cases=[lean,plain]", f"hydra.run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "run" / "training.json").read_text())
+    lean, plain = (results[name]["steps"][0] for name in ("lean", "plain"))
+    assert lean["reward_std"] > 0
+    assert lean["actor/grad_norm"] > 0
+    assert lean["critic/loss"] > 0
+    assert lean["actor/ppo_kl"] != 0  # several optimizer steps in one
+    varying = ("seconds/", "tokens_per_second", "wall_", "host_", "asleep_", "kl_coef", "actor/lr", "critic/lr")
+    shared = {key for key in lean if not key.startswith(varying)}
+    assert shared == {key for key in plain if not key.startswith(varying)}
+    for key in shared:  # Adam's first steps are the signs of gradients, however small: rounding shows
+        assert plain[key] == pytest.approx(lean[key], rel=2e-2, abs=1e-5), key
+    for key in ("reward", "entropy", "response_tokens", "advantage_std", "return_mean"):
+        assert plain[key] == pytest.approx(lean[key], rel=1e-5), key
+    assert plain["tokens_per_second/train_actor"] > 0
+    assert "| train_actor |" in (tmp_path / "run" / "training.md").read_text()

@@ -1,0 +1,101 @@
+"""FLOPs against a count of what torch really computes; tokens per second and MFU by hand."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, one_thread_world, small_config
+from trainer import step, throughput
+from trainer.flops import forward_flops, matmul_parameters, peak_flops_per_second
+from trainer.throughput import StepWork, Work
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    with one_thread_world():
+        yield
+
+
+@pytest.mark.parametrize("name", ["actor", "critic"])
+def test_the_formula_counts_what_torch_computes(name):
+    """Without padding, torch counts the same, save that it computes the whole square of the attention."""
+    fresh_saver()
+    role = make_role(name, "model.dtype=fp32", "model.head_size=24")
+    batch = make_batch([12, 12, 12], prompt=4)
+    tokens, length = batch["tokens"][:, :-1], 16
+    sizes = {"vocab_size": VOCAB_SIZE, "value_head": name == "critic", "tokens": 3 * length}
+    expected = forward_flops(role.config.model, **sizes, square_tokens=2 * 3 * length**2)
+    positions = torch.arange(length).expand_as(tokens)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        role.chunks[0](tokens, positions, None)
+    assert counter.get_total_flops() == expected
+    batch = {key: t[:, : t.shape[1] - 1] if t.dim() > 1 else t for key, t in batch.items()}
+    with FlopCounterMode(display=False) as counter:
+        step.train_minibatch(role, batch, loss_of(role), micro_batch_size=3)
+    # The first layer's input needs no gradient of its own in torch either: the embedding takes it.
+    assert counter.get_total_flops() == 3 * expected
+
+
+def test_weights_that_multiply_every_token():
+    model = small_config().roles["actor"].model  # hidden 64, ffn 128, 4 heads and 2 key-value heads of 16, 2 layers
+    body = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128)
+    assert matmul_parameters(model, vocab_size=1000, value_head=False) == body + 64 * 1000
+    assert matmul_parameters(model, vocab_size=1000, value_head=True) == body + 64
+
+
+def test_the_work_of_a_step_counts_real_tokens():
+    config = small_config("algo.epochs=2")
+    batch = make_batch([1, 5], prompt=3)  # lengths 4 and 8
+    work = throughput.of_step(config, batch, vocab_size=100)
+    model = config.roles["actor"].model
+    flops = {
+        role: forward_flops(model, vocab_size=100, value_head=role == "critic", tokens=12, square_tokens=16 + 64)
+        for role in ("actor", "critic")
+    }
+    assert work.phases == {
+        "rollout": Work(6, flops["actor"]),
+        "ref_log_probs": Work(12, flops["actor"]),
+        "log_probs": Work(12, flops["actor"]),
+        "values": Work(12, flops["critic"]),
+        "train_actor": Work(24, 6 * flops["actor"]),
+        "train_critic": Work(24, 6 * flops["critic"]),
+    }
+    assert (work.tokens, work.ranks, work.peak_flops_per_second) == (12, 1, None)
+
+
+def test_rates_divide_by_seconds_ranks_and_peak():
+    phases = {"rollout": Work(60, 40.0), "train_actor": Work(120, 400.0), "values": Work(120, 40.0)}
+    seconds = {"rollout": 2.0, "train_actor": 4.0, "sync": 4.0, "evaluate": 100.0}  # no critic: no values
+    rates = StepWork(phases, tokens=120, ranks=2, peak_flops_per_second=100.0).rates(seconds)
+    assert rates == {
+        "tokens_per_second/rollout": 30.0,
+        "tokens_per_second/train_actor": 30.0,
+        "tokens_per_second/step": 12.0,
+        "tokens_per_second_per_rank/step": 6.0,
+        "mfu/rollout": 0.1,
+        "mfu/train_actor": 0.5,
+        "mfu/step": 0.22,
+    }
+    unknown = StepWork(phases, tokens=120, ranks=2, peak_flops_per_second=None).rates(seconds)
+    assert not [name for name in unknown if name.startswith("mfu")]
+
+
+@pytest.mark.parametrize(
+    ("device_name", "tflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H20", 148),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GB200", 2500),
+        ("Tesla V100-SXM2-16GB", None),
+        (None, None),
+    ],
+)
+def test_the_peak_goes_by_the_device_unless_it_is_given(device_name, tflops):
+    peak = peak_flops_per_second(small_config().platform, device_name=device_name)
+    assert peak == (None if tflops is None else tflops * 1e12)
+    assert peak_flops_per_second(small_config("platform.peak_tflops=5").platform, device_name=device_name) == 5e12

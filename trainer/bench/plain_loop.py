@@ -1,0 +1,173 @@
+"""The peer: PPO as a plain loop of transformers and PyTorch, everything resident, nothing of Megatron's.
+
+Actor and critic are transformers models in the dtype of the config; each optimizer works on fp32 copies of the
+parameters (AdamW, fused kernel) and gradients are summed in fp32. The actor generates with the weights it trains, so
+there is nothing to sync; the reference is a second copy of it; the critic is the actor's body with an fp32 head.
+Prompts, sampling, advantages, losses and micro-batches are this project's own functions, so that both sides do the same
+work on the same shapes. One rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer import loop, metrics, step, throughput
+from trainer.config import Config, RoleConfig
+from trainer.data import Prompts
+from trainer.distributed import seed_for
+from trainer.memory.saver import NullSaver
+from trainer.micro_batches import Batch, Split, in_order, micro_batches
+from trainer.models.hf_files import SafetensorsFolder
+from trainer.phases import Phases
+from trainer.rollout.hf import HfEngine
+from trainer.rules import make_task
+from trainer.tokenizer import load_tokenizer
+
+
+class ValueModel(nn.Module):
+    """A transformers body and one fp32 value per token; the head starts at zero, as the critic's does."""
+
+    def __init__(self, body: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        self.body = body
+        self.head = nn.Linear(hidden_size, 1, bias=False, device=torch.cuda.current_device(), dtype=torch.float32)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [b, s] -> values [b, s, 1]."""
+        return self.head(self.body(input_ids=tokens, use_cache=False).last_hidden_state.float())
+
+
+class PlainTrainer:
+    """Forward passes and optimizer steps of one model, as in :mod:`trainer.step`.
+
+    ``forward``: tokens [b, s] -> the model's output. Batches are padded on the right and causal, so no mask is needed.
+    """
+
+    def __init__(self, model: nn.Module, role: RoleConfig, forward: Callable[[Tensor], Tensor]) -> None:
+        settings, self.forward, self._clip = role.optimizer, forward, role.optimizer.clip_grad
+        self._params = [param.requires_grad_() for param in model.parameters()]
+        self._mains = [param.detach().float().clone() for param in self._params]
+        self._grads = [torch.zeros_like(main) for main in self._mains]
+        for main, grad in zip(self._mains, self._grads, strict=True):
+            main.grad = grad
+        decay = {dim: [main for main in self._mains if (main.dim() > 1) == (dim > 1)] for dim in (1, 2)}
+        self._optimizer = torch.optim.AdamW(
+            [{"params": decay[2]}, {"params": decay[1], "weight_decay": 0.0}],
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def train_minibatch(self, batch: Batch, loss: step.Loss, split: Split) -> dict[str, float]:
+        """One optimizer step; the sums that :func:`trainer.step.train_minibatch` reports."""
+        reports = []
+        for part in micro_batches(batch, **split):
+            micro_batch = part.take(batch)
+            numerator, count, stats = loss(self.forward(micro_batch["tokens"]), micro_batch)
+            numerator.backward()
+            torch._foreach_add_(self._grads, [param.grad for param in self._params if param.grad is not None])
+            for param in self._params:
+                param.grad = None
+            reports.append({**stats, "loss_sum": numerator.detach(), "loss_count": count})
+        sums = {name: torch.stack([report[name].double() for report in reports]).sum() for name in reports[0]}
+        torch._foreach_div_(self._grads, sums["loss_count"].float())
+        norm = torch.nn.utils.clip_grad_norm_(self._mains, self._clip or torch.inf, foreach=True)
+        self._optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self._params, self._mains)
+        torch._foreach_zero_(self._grads)
+        return {**{name: float(value) for name, value in sums.items()}, "grad_norm": float(norm), "skipped": 0.0}
+
+
+def infer(
+    forward: Callable[[Tensor], Tensor], batch: Batch, reduce: Callable[[Tensor, Batch], Tensor], split: Split
+) -> Tensor:
+    """``reduce`` of ``forward``'s output of every micro-batch, over the whole batch in order; without gradients."""
+    parts = micro_batches(batch, **split)
+    taken = [part.take(batch) for part in parts]
+    with torch.no_grad():
+        return in_order([reduce(forward(micro["tokens"]), micro) for micro in taken], parts, batch=batch)
+
+
+class PlainLoop:
+    """PPO steps from the weights in ``folder``, a Hugging Face model folder that the other side wrote."""
+
+    def __init__(self, config: Config, phases: Phases, *, folder: Path) -> None:
+        self._config, self._phases = config, phases
+        task = make_task(config)
+        tokenizer = load_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
+        self._vocab_size = len(tokenizer)
+        self._prompts = Prompts(config, task=task, tokenizer=tokenizer)
+        actor, critic = config.roles["actor"], config.roles["critic"]
+        self._engine = HfEngine(
+            actor.model, config.rollout, tokenizer=tokenizer, saver=NullSaver(), observer=lambda event: None
+        )
+        self._engine.wake_up(SafetensorsFolder(folder).items())
+        model: Any = self._engine.model  # the engine generates with the weights that are trained here
+        reference = copy.deepcopy(model)
+        values = ValueModel(copy.deepcopy(model.base_model), critic.model.hidden_size)
+        self._actor = PlainTrainer(model, actor, lambda tokens: model(input_ids=tokens, use_cache=False).logits)
+        self._critic = PlainTrainer(values, critic, values)
+        self._reference = lambda tokens: reference(input_ids=tokens, use_cache=False).logits
+
+    def ppo_step(self, number: int) -> dict[str, Any]:
+        """One PPO step; metrics as those of :func:`trainer.loop.ppo_step`, as far as both sides have them."""
+        config, settings, phase = self._config, self._config.algo, self._phases.phase
+        split = loop.split_of(settings)
+        scoring: Split = {**split, "minibatches": settings.minibatches}
+        temperature = config.rollout.temperature
+
+        def log_probs(logits: Tensor, micro_batch: Batch) -> Tensor:
+            # log-probs and entropies, as the other side computes them
+            return torch.stack(
+                step.log_probs_and_entropy(
+                    logits[:, :-1], micro_batch["tokens"][:, 1:], temperature=temperature, vocab_size=self._vocab_size
+                ),
+                dim=-1,
+            )
+
+        with phase("rollout", step=number):
+            examples = self._prompts.for_step(number)
+            seed = seed_for(config.seed, "rollout", step=number)
+            responses = self._engine.generate(self._prompts.encode(examples), seed=seed)
+            batch = loop._batch_of(responses, self._prompts.scores(responses.texts, examples))
+        with phase("ref_log_probs", step=number):
+            batch["ref_log_probs"] = infer(self._reference, batch, log_probs, scoring)[..., 0]
+        with phase("log_probs", step=number):
+            batch["old_log_probs"], entropy = infer(self._actor.forward, batch, log_probs, scoring).unbind(-1)
+        with phase("values", step=number):
+            values = infer(self._critic.forward, batch, lambda output, _: output.squeeze(-1), scoring)
+        with phase("advantages", step=number):
+            kl = loop._add_advantages(config, batch, values, kl_coef=settings.kl.coef)
+        with phase("train_critic", step=number):
+            critic_sums = self._train(self._critic, batch, step.value_loss(settings), number, split)
+        with phase("train_actor", step=number):
+            loss = step.policy_loss(
+                settings, temperature=temperature, vocab_size=self._vocab_size, kl_coef=settings.kl.coef
+            )
+            actor_sums = self._train(self._actor, batch, loss, number, split)
+        with phase("report", step=number):
+            self._phases.rate_with(throughput.of_step(config, batch, vocab_size=self._vocab_size).rates)
+            return {
+                **metrics.of_rollout(batch, responses, kl=kl, entropy=entropy),
+                **metrics.of_critic(critic_sums),
+                **metrics.of_actor(actor_sums),
+            }
+
+    def _train(
+        self, trainer: PlainTrainer, batch: Batch, loss: step.Loss, number: int, split: Split
+    ) -> list[dict[str, float]]:
+        return [
+            trainer.train_minibatch(step.select(batch, rows.to(batch["tokens"].device)), loss, split)
+            for epoch in range(self._config.algo.epochs)
+            for rows in self._prompts.minibatch_rows(len(batch["tokens"]), step=number, epoch=epoch)
+        ]

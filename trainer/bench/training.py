@@ -1,0 +1,197 @@
+"""``python -m trainer.bench.training``: a PPO step of this project beside a plain loop of transformers and PyTorch.
+
+All cases start from the same weights and see the same prompts, seeds, minibatches and micro-batches; the first step's
+numbers, which the table shows too, are therefore equal but for rounding. Times are medians over the steps after it.
+Later steps draw from weights that rounding has driven apart, which is why rates, and not seconds alone, are compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, List  # noqa: UP035  (omegaconf reads these annotations)
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+from trainer import config as configuration
+from trainer.bench.launching import run_workers
+from trainer.bench.training_workers import TrainingJob, run_plain, run_torpor
+from trainer.config import Config, Section
+from trainer.hints import hint_for
+from trainer.report.tables import UNKNOWN, Table, text
+from trainer.report.units import format_count
+
+RESULT_FILE, TABLE_FILE, WEIGHTS_FOLDER = "training.json", "training.md", "initial_weights"
+
+CASES = {  # name -> (what it is, overrides, worker)
+    "lean": ("Torpor, models asleep in turn (memory=lean)", ("offload=train", "memory=lean"), run_torpor),
+    "resident": ("Torpor, nothing sleeps (offload=none)", ("offload=none",), run_torpor),
+    "plain": ("a plain loop of transformers and PyTorch, nothing sleeps", ("offload=none",), run_plain),
+}
+_SAME = (
+    "response_tokens",
+    "reward",
+    "kl",
+    "entropy",
+    "actor/loss",
+    "actor/grad_norm",
+    "critic/loss",
+    "critic/grad_norm",
+)
+Record = Mapping[str, Any]
+
+
+@dataclass
+class BenchTrainingConfig(Section):
+    """The section ``bench``; its defaults lie in ``conf/bench_training.yaml``."""
+
+    cases: List[str]  # noqa: UP006
+    steps: int
+    case_timeout_seconds: int
+
+
+@dataclass
+class BenchTrainingRoot(Config):
+    """The schema of ``conf/bench_training.yaml``."""
+
+    bench: BenchTrainingConfig
+
+
+def config_of(composed: DictConfig) -> Config:
+    """The validated config without the section ``bench``."""
+    keys = [field.name for field in dataclasses.fields(Config)]
+    return configuration.to_config(OmegaConf.masked_copy(composed, keys))
+
+
+def check(bench: BenchTrainingConfig, config: Config) -> None:
+    """Raise ValueError for what the two sides could not do alike."""
+    unknown = [name for name in bench.cases if name not in CASES]
+    if unknown or not bench.cases or bench.cases[0] == "plain":
+        raise ValueError(
+            f"bench.cases={bench.cases}: must be some of {', '.join(CASES)}, and the first not plain, since it writes "
+            "the weights that the others start from"
+        )
+    if bench.steps < 2:
+        raise ValueError(f"bench.steps={bench.steps}: must be at least 2, since the first is left out of the times")
+    if config.launch.nproc != 1:
+        raise ValueError(f"launch.nproc={config.launch.nproc}: the plain loop has one worker; use launch.nproc=1")
+    if not config.critic_starts_from_actor:
+        raise ValueError("the plain loop's critic starts from the actor: leave roles.critic.model as the actor's")
+    for name, role in config.roles.items():
+        if role.optimizer.lr_schedule != "constant" or role.optimizer.lr_warmup_steps:
+            raise ValueError(
+                f"the plain loop has a constant learning rate: use roles.{name}.optimizer.lr_schedule=constant and "
+                f"roles.{name}.optimizer.lr_warmup_steps=0"
+            )
+
+
+def training_tables(records: Mapping[str, Record]) -> list[Table]:
+    """``records``: case -> what its worker returned. Seconds and rates per phase, and the numbers of the first step."""
+    phases = dict.fromkeys(
+        key.removeprefix("seconds/") for record in records.values() for key in record["steps"][-1] if "seconds/" in key
+    )
+    seconds = {name: _medians(record, "seconds/") for name, record in records.items()}
+    rates = {name: _medians(record, "tokens_per_second/") for name, record in records.items()}
+    utilisation = {name: _medians(record, "mfu/") for name, record in records.items()}
+    columns = ("s", "tok/s", "MFU") if any(utilisation.values()) else ("s", "tok/s")
+    for name, record in records.items():
+        seconds[name]["step"] = median(step["wall_seconds"] for step in record["steps"][1:])
+
+    def row(phase: str) -> list[str]:
+        cells = [phase]
+        for name in records:
+            rate = rates[name].get(phase)
+            shown = UNKNOWN if rate is None else format_count(rate)
+            values = (text(seconds[name].get(phase), ".3f"), shown, text(utilisation[name].get(phase), ".1%"))
+            cells += values[: len(columns)]
+        return cells
+
+    header = [f"{name} {what}" for name in records for what in columns]
+    peak = {name: record["gpu_peak_allocated_bytes"] for name, record in records.items()}
+    first = [(key, *(f"{record['steps'][0][key]:.6g}" for record in records.values())) for key in _SAME]
+    first.append(("GPU GiB at most", *(text(b if b is None else b / 2**30, ".1f") for b in peak.values())))
+    return [
+        Table(title="A PPO step", columns=("phase", *header), rows=[row(p) for p in phases], totals=[row("step")]),
+        Table(title="The same work: numbers of the first step", columns=("", *records), rows=first),
+    ]
+
+
+def _medians(record: Record, prefix: str) -> dict[str, float]:
+    """Over the steps after the first."""
+    keys = [key for key in record["steps"][-1] if key.startswith(prefix)]
+    return {key.removeprefix(prefix): median(step[key] for step in record["steps"][1:]) for key in keys}
+
+
+def run(bench: BenchTrainingConfig, configs: Mapping[str, Config], directory: Path, console: Console) -> bool:
+    """Measure every case, write the results, and say whether all went well."""
+    results: dict[str, Record] = {}
+    for name, config in configs.items():
+        meaning, _, worker = CASES[name]
+        console.print(f"{name}: {meaning}")
+        job = TrainingJob(config, directory / WEIGHTS_FOLDER, bench.steps, bench.case_timeout_seconds)
+        results[name] = run_workers(worker, job, name, directory, console)
+        results[name] = {"config_hash": configuration.config_hash(config), **results[name]}
+        (directory / RESULT_FILE).write_text(json.dumps(results, indent=1) + "\n")
+    measured = {name: record for name, record in results.items() if "error" not in record}
+    if measured:
+        tables = training_tables(measured)
+        (directory / TABLE_FILE).write_text(_document(tables, measured))
+        for table in tables:
+            console.print(table)
+    console.print(f"tables: {directory / TABLE_FILE}   all numbers: {directory / RESULT_FILE}", soft_wrap=True)
+    return len(measured) == len(configs)
+
+
+def _document(tables: Sequence[Table], records: Mapping[str, Record]) -> str:
+    facts = dict.fromkeys(
+        f"- {r['platform']}, {', '.join(f'{k} {v}' for k, v in r['versions'].items())}" for r in records.values()
+    )
+    meanings = [f"- `{name}`: {CASES[name][0]}" for name in records]
+    notes = (
+        "Seconds and rates are medians over the steps after the first. The seconds of `step` include what happens "
+        "between phases, its rates do not. Tokens are real ones, padding not counted; MFU counts what the model needs."
+    )
+    parts = [f"# {tables[0].title}", "\n".join(facts), tables[0].markdown(), notes, "\n".join(meanings)]
+    return "\n\n".join([*parts, f"## {tables[1].title}", tables[1].markdown()]) + "\n"
+
+
+@hydra.main(config_path="pkg://conf", config_name="bench_training", version_base="1.3")
+def _hydra_job(composed: DictConfig) -> None:
+    settings = HydraConfig.get()
+    directory, overrides = Path(settings.runtime.output_dir).absolute(), list(settings.overrides.task)
+    os.chdir(settings.runtime.cwd)
+    try:
+        bench = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(BenchTrainingConfig), composed.bench))
+        assert isinstance(bench, BenchTrainingConfig)
+        check(bench, config_of(composed))
+        configs = {
+            name: config_of(hydra.compose("bench_training", overrides=[*overrides, *CASES[name][1]]))
+            for name in bench.cases
+        }
+    except (ValueError, OmegaConfBaseException) as error:
+        hint = hint_for(error)
+        print(f"error: {error}" + (f"\nhint: {hint}" if hint else ""), file=sys.stderr)
+        sys.exit(1)
+    if not run(bench, configs, directory, Console(width=None if sys.stdout.isatty() else 240)):
+        sys.exit(1)
+
+
+def main() -> None:
+    configuration.register()
+    ConfigStore.instance().store(name="bench_training_schema", node=BenchTrainingRoot)
+    _hydra_job()
+
+
+if __name__ == "__main__":
+    main()
