@@ -65,8 +65,8 @@ def run(job: Job) -> dict[str, Any]:
         checkpoints = Checkpoints(
             job.config, job.directory, resume_from=job.resume_from, tokenizer=parts.prompts.tokenizer, note=note
         )
-        result = train(parts, outputs, checkpoints=checkpoints)
-        checkpoints.finish()
+        with checkpoints.finishing():
+            result = train(parts, outputs, checkpoints=checkpoints)
         if result["step"] < job.config.algo.num_steps:  # asked to stop
             return result
         phases.ledger("asleep", step=result["step"])

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from tests.roles import (
     POLICIES,
+    VOCAB_SIZE,
     fresh_saver,
     make_role,
     one_thread_world,
@@ -17,10 +18,11 @@ from tests.roles import (
     weights_of,
 )
 from trainer.checkpoint import folder
-from trainer.checkpoint.state import Checkpoints
+from trainer.checkpoint.state import Checkpoints, _files
 from trainer.models.build import named_tensors
 from trainer.optimizer import shares, step_count
 from trainer.plan import KINDS
+from trainer.plan.footprint import footprint
 from trainer.rules import make_task
 from trainer.tokenizer import load_tokenizer
 
@@ -176,12 +178,17 @@ def test_the_run_goes_on_while_a_copy_of_what_was_is_written(overrides, tmp_path
     monkeypatch.setattr(folder, "begin", late)
     saving, notes = checkpoints(tmp_path / "async", "checkpoint.async_save=true")
     saving.save({"actor": role}, step=1, **STATE)
-    with role.awake():
-        train(role, steps=2)
-        role.copy_to_tag("ref")
-    assert not (tmp_path / "async").exists()
-    may_write.set()
-    saving.finish()
+
+    def later_steps():
+        with role.awake():
+            train(role, steps=2)
+            role.copy_to_tag("ref")
+        assert not (tmp_path / "async").exists()
+        may_write.set()
+        raise KeyError("a later step")
+
+    with pytest.raises(KeyError, match="a later step"), saving.finishing():
+        later_steps()
     expected = files(tmp_path / "sync/checkpoints/step_1")
     assert files(tmp_path / "async/checkpoints/step_1") == expected
     saving.save({"actor": role}, step=2, **STATE)
@@ -191,6 +198,19 @@ def test_the_run_goes_on_while_a_copy_of_what_was_is_written(overrides, tmp_path
     assert folder.read(tmp_path / "async/checkpoints/step_3").step == 3
     assert files(tmp_path / "async/checkpoints/step_3") != expected
     assert notes == []
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), OPTIMIZERS["fp32"], OPTIMIZERS["plain"], ("model.dtype=fp32", *OPTIMIZERS["plain"])]
+)
+def test_the_plan_foresees_the_host_memory_of_the_copy(overrides):
+    roles = {name: make_role(name, *overrides) for name in ("actor", "critic")}
+    roles["actor"].copy_to_tag("ref")
+    copied = [file for of_role in _files(roles) for file in of_role]
+    measured = sum(tensor.nbytes for file in copied for tensor in file.tensors.values())
+    config = small_config("checkpoint.every_steps=1", "checkpoint.async_save=true", *overrides)
+    predicted = footprint(config, vocab_size=VOCAB_SIZE).node_checkpoint_bytes
+    assert measured <= predicted < 1.01 * measured  # the state's alignment
 
 
 def test_a_refusal_in_the_background_is_said_at_the_next_save_or_at_the_end(tmp_path, monkeypatch):

@@ -114,6 +114,18 @@ class Checkpoints:
             with self._noting_errors(self._step_under_way):
                 self._writer.finish()
 
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Inside is the run; afterwards no save is under way. A step that was saved is not lost because a later one
+        fails: then it is written all the same, and the run's error is the one that is raised."""
+        try:
+            yield
+        except Exception:
+            with suppress(Exception):
+                self.finish()
+            raise
+        self.finish()
+
     def restore(self, roles: Roles) -> Manifest | None:
         """Give the roles what ``resume_from`` holds (they are asleep afterwards); None, and no change, without one."""
         if self._resume_from is None:

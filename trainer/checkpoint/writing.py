@@ -82,10 +82,7 @@ def on_rank_0(action: Callable[[], Any], *, group: Any = None) -> Any:
 
 
 class BackgroundWriter:
-    """Runs one save at a time in a thread. Making one is collective.
-
-    A process that ends by an exception waits for its thread first, as Python does for every such thread.
-    """
+    """Runs one save at a time in a thread. Making one is collective."""
 
     def __init__(self) -> None:
         self.group = distributed.new_group(backend="gloo", timeout=SLOWEST_DISK)

@@ -39,6 +39,7 @@ class RoleBytes:
         main_params: the part of ``optim`` that holds main params.
         tag: host bytes of one weights tag.
         weights: of all tensors that a forward pass reads.
+        own_main: of the fp32 parameters that are their own main params, and so not in ``optim``.
     """
 
     parameter_count: int
@@ -46,6 +47,7 @@ class RoleBytes:
     main_params: int
     tag: int
     weights: int
+    own_main: int
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,7 @@ def _checkpoint_bytes(config: Config, roles: dict[str, RoleBytes]) -> int:
         return 0
     size = 0
     for role, sizes in roles.items():
-        own_main = sizes.weights if sizes.main_params == 0 else 0  # fp32 parameters that are their own main params
-        size += config.launch.nproc * (sizes.kinds["optim"] + own_main)
+        size += config.launch.nproc * (sizes.kinds["optim"] + sizes.own_main)
         size += sizes.weights * (2 if role == "actor" else 1)
     return size
 
@@ -171,6 +172,9 @@ def role_bytes(config: Config, role: str, *, vocab_size: int, bucket_size: int |
         main_params=main_params * ITEM_BYTES["fp32"],
         tag=tag_bytes(found, layouts, table_bytes=table, data_parallel=_ranks_that_share_tags(config)),
         weights=table + sum(parameter.size_bytes for parameter in found),
+        own_main=0
+        if ddp.use_distributed_optimizer
+        else sum(parameter.size_bytes for parameter in found if parameter.dtype == "fp32"),
     )
 
 
