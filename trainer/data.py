@@ -83,7 +83,7 @@ class Prompts:
         """
         order = torch.arange(sequences)
         if epoch > 0:
-            seed = seed_for(self._config.seed, f"shuffle/{epoch}", step=step, rank=data_parallel_rank())
+            seed = seed_for(self._config.algo.shuffle_seed, f"shuffle/{epoch}", step=step, rank=data_parallel_rank())
             order = torch.randperm(sequences, generator=torch.Generator().manual_seed(seed))
         yield from order.chunk(self._config.algo.minibatches)
 

@@ -1,8 +1,7 @@
 """The rules that join several settings, one function each, all checked before anything is launched.
 
 Every function takes the whole config and raises ValueError: what was given, what is allowed, and the override that
-changes it. :func:`check` runs them all. Nothing here imports torch, save to read a
-checkpoint's config.json.
+changes it. :func:`check` runs them all; those of the algorithm are in :mod:`trainer.rules_algo`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class
 
-from trainer import limits
+from trainer import limits, rules_algo
 from trainer.hf_architecture import FIXED, architecture_of
 from trainer.tokenizer import check_vocab_size
 
@@ -41,9 +40,7 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     """
     limits.check_choices(config)
     limits.check_ranges(config)
-    check_roles(config)
-    check_ppo(config)
-    check_critic_start(config)
+    rules_algo.check(config)
     check_explicit_flags(config, explicit_flags)
     check_nccl_ub(config)
     check_destroy_process_groups(config)
@@ -59,35 +56,6 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     check_lengths(config)
     check_task(config)
     check_tokenizer(config)
-
-
-def check_roles(config: Config) -> None:
-    if set(config.roles) != {"actor", "critic"}:
-        raise ValueError(
-            f"roles are {', '.join(config.roles) or 'empty'}: algo=ppo needs roles.actor and roles.critic "
-            "(role@roles.actor=actor role@roles.critic=critic)"
-        )
-
-
-def check_ppo(config: Config) -> None:
-    algo, kl = config.algo, config.algo.kl
-    if algo.dual_clip is not None and algo.dual_clip <= 1:
-        raise ValueError(f"algo.dual_clip={algo.dual_clip}: must be greater than 1, or null for no dual clip")
-    if kl.target is not None and kl.target <= 0:
-        raise ValueError(f"algo.kl.target={kl.target}: must be greater than 0, or null for a fixed algo.kl.coef")
-    if kl.placement == "loss" and kl.estimator == "k1":
-        raise ValueError(
-            "algo.kl.estimator=k1 with algo.kl.placement=loss: the expected gradient of k1 is zero (arXiv:2506.09477), "
-            "so this loss would do nothing. Use algo.kl.estimator=k2 or k3, or algo.kl.placement=reward"
-        )
-
-
-def check_critic_start(config: Config) -> None:
-    if config.critic_starts_from_actor and config.roles["actor"].model != config.roles["critic"].model:
-        raise ValueError(
-            "algo.start_critic_from_actor=true needs the same roles.actor.model and roles.critic.model: make them "
-            "equal, or use algo.start_critic_from_actor=null or false"
-        )
 
 
 def check_nccl_ub(config: Config) -> None:

@@ -14,6 +14,7 @@ from trainer.config import Config, to_plain
 from trainer.plan import make_plan
 from trainer.plan.footprint import footprint, plan_rows
 from trainer.rules import make_task
+from trainer.rules_algo import make_estimator
 
 if TYPE_CHECKING:
     from trainer.loop import Run as LoopRun
@@ -47,7 +48,8 @@ def run(job: Job) -> dict[str, Any]:
             log = stack.enter_context(
                 open_loggers(job.config.logger, job.directory, hyperparameters=to_plain(job.config))
             )
-            outputs = Outputs(records, stack.enter_context(Progress(job.config.algo.num_steps)), log)
+            progress = Progress(job.config.algo.num_steps, has_critic="critic" in job.config.roles)
+            outputs = Outputs(records, stack.enter_context(progress), log)
             write = records.memory
         phases = Phases(write, gpu=job.config.platform.name == "cuda")
         with phases.phase("build", step=done or 0):
@@ -89,7 +91,7 @@ def starting_points(config: Config) -> dict[str, str]:
     """Role -> the model folder whose weights it starts from; not a critic that is to get the warmed-up actor's."""
     paths = {name: role.model.path for name, role in config.roles.items()}
     if config.critic_starts_from_actor:
-        paths.pop("critic")
+        del paths["critic"]
     return {name: path for name, path in paths.items() if path is not None}
 
 
@@ -116,7 +118,7 @@ def build(config: Config, phases: Phases) -> LoopRun:
     plan = make_plan(config)
     paths = starting_points(config)
     roles = {}
-    for name in ("actor", "critic"):
+    for name in config.roles:
         roles[name] = Role(
             name,
             config,
@@ -138,8 +140,9 @@ def build(config: Config, phases: Phases) -> LoopRun:
     return Run(
         config=config,
         prompts=prompts,
+        estimator=make_estimator(config),
         actor=roles["actor"],
-        critic=roles["critic"],
+        critic=roles.get("critic"),
         engine=engine,
         phases=phases,
         vocab_size=len(tokenizer),

@@ -15,6 +15,7 @@ LAYERS = [
     ["patches"],
     ["trainer.tasks", "trainer.algo", "trainer.report.units", "trainer.report.records", "trainer.launch_environment"],
     ["trainer.tokenizer", "trainer.limits", "trainer.hf_architecture"],
+    ["trainer.rules_algo"],
     ["trainer.rules"],
     ["trainer.config"],
     [
@@ -30,7 +31,7 @@ LAYERS = [
     ["trainer.models"],
     ["trainer.optimizer", "trainer.rollout"],
     ["trainer.role"],
-    ["trainer.data", "trainer.metrics", "trainer.step", "trainer.checkpoint.state"],
+    ["trainer.data", "trainer.metrics", "trainer.step", "trainer.experience", "trainer.checkpoint.state"],
     ["trainer.report"],
     ["trainer.loop"],
     ["trainer.worker", "trainer.launch", "trainer.jobs"],
@@ -96,7 +97,7 @@ def test_leaf_packages_know_only_themselves(package):
 
 
 def test_algo_is_pure_tensor_functions():
-    libraries = {"__future__", "collections", "dataclasses", "math", "torch", "trainer", "typing"}
+    libraries = {"__future__", "abc", "collections", "dataclasses", "math", "torch", "trainer", "typing"}
     for module in MODULES:
         if module.startswith("trainer.algo"):
             assert {name.split(".")[0] for name in imports(module)} <= libraries
@@ -107,7 +108,7 @@ def test_who_imports_what():
         module for module in MODULES if module.startswith("trainer.bench.")
     }
     assert importers_of("omegaconf") - mains == {"trainer.config"}
-    assert importers_of("hydra") - mains <= {"trainer.config", "trainer.rules", "trainer.jobs"}
+    assert importers_of("hydra") - mains <= {"trainer.config", "trainer.rules", "trainer.rules_algo", "trainer.jobs"}
     allowed = {"trainer.launch_environment"}
     users = {
         m

@@ -51,11 +51,12 @@ class Progress:
     """Shows the warm-up and then the PPO steps; use it as a context manager, on rank 0 only.
 
     `asleep` are the bytes released by sleeping regions, `backed up` their copies on the host. Values that are
-    missing or null show as "-".
+    missing or null show as "-". Without a critic there is no column for its loss.
     """
 
-    def __init__(self, steps: int, *, console: Console | None = None) -> None:
+    def __init__(self, steps: int, *, has_critic: bool = True, console: Console | None = None) -> None:
         self._steps = steps
+        self._columns = [column for column in _COLUMNS if has_critic or column.header != "value loss"]
         self._console = console if console is not None else Console()
         self._latest: deque[Sequence[str]] = deque(maxlen=_LATEST_STEPS)
         self._bars = progress.Progress(
@@ -90,13 +91,13 @@ class Progress:
 
     def step(self, record: Record) -> None:
         """PPO step `record["step"]` is done; `record` is its line of metrics.jsonl."""
-        step, cells = record["step"], [column.cell(record) for column in _COLUMNS]
+        step, cells = record["step"], [column.cell(record) for column in self._columns]
         if self._live is not None:
             self._latest.append([str(step), *cells])
             self._advance("PPO", step, total=self._steps, note="")
             return
         if not self._header_printed:
-            self._print_columns("step", [column.header for column in _COLUMNS])
+            self._print_columns("step", [column.header for column in self._columns])
             self._header_printed = True
         self._print_columns(f"{step}/{self._steps}", cells)
 
@@ -120,7 +121,7 @@ class Progress:
             return self._bars
         table = Table(box=box.SIMPLE_HEAD, padding=0, header_style="bold", show_edge=False)
         table.add_column("step", justify="right", min_width=4, no_wrap=True)
-        for column in _COLUMNS:
+        for column in self._columns:
             table.add_column(column.header, justify="right", min_width=column.width, no_wrap=True)
         for index, row in enumerate(self._latest):
             table.add_row(*row, style="" if index == len(self._latest) - 1 else "dim")
@@ -128,7 +129,7 @@ class Progress:
 
     def _print_columns(self, first: str, cells: Sequence[str]) -> None:
         width = max(5, 2 * len(str(self._steps)) + 1)
-        padded = [f"{cell:>{column.width}}" for column, cell in zip(_COLUMNS, cells, strict=True)]
+        padded = [f"{cell:>{column.width}}" for column, cell in zip(self._columns, cells, strict=True)]
         self._print("  ".join([f"{first:>{width}}", *padded]))
 
     def _print(self, line: str) -> None:

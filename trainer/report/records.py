@@ -2,7 +2,8 @@
 
 `metrics.jsonl` holds one record at the end of the supervised warm-up (step 0) and one per PPO step:
     step, reward, kl, entropy, {actor,critic}/{loss,grad_norm,clip_fraction}, critic/explained_variance,
-    response_length, truncated_fraction, seconds/<phase>, host_rss_bytes, asleep_{released,backup}_bytes;
+    response_length, truncated_fraction, seconds/<phase>, host_rss_bytes, asleep_{released,backup}_bytes
+    (nothing of a critic where there is none);
     step 0 also parameters/<role> (how many parameters the bytes of memory.jsonl belong to);
     the first and the last also heldout_accuracy, the last weights_sha256/<role>.
 `memory.jsonl` holds, in the order in which things happened, one record per region and sleep or wake-up
