@@ -246,6 +246,15 @@ class LoggerConfig(Section):
 
 
 @dataclass
+class DiagnosticsConfig(Section):
+    """``detect_anomaly``: torch.autograd's, which stops at the first NaN of a backward pass and names the operation.
+    ``profile_steps``: steps that torch.profiler traces."""
+
+    detect_anomaly: bool
+    profile_steps: List[int]  # noqa: UP006
+
+
+@dataclass
 class CheckpointConfig(Section):
     """``every_steps``: a checkpoint after every so many PPO steps and after the last one, null for none.
     ``keep_last``: how many are kept."""
@@ -281,6 +290,7 @@ class Config(Section):
     platform: PlatformConfig
     launch: LaunchConfig
     logger: LoggerConfig
+    diagnostics: DiagnosticsConfig
     checkpoint: CheckpointConfig
     resume: Optional[str]  # noqa: UP045
 

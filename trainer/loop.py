@@ -9,6 +9,7 @@ Whoever is not at work sleeps; a forward-only phase wakes parameters alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from trainer.algo.kl import next_kl_coef
 from trainer.checkpoint.state import Checkpoints
 from trainer.config import Config
 from trainer.data import Prompts
+from trainer.diagnostics import StepTraces
 from trainer.distributed import combined_digest, data_parallel_rank, seed_for, sum_over_ranks
 from trainer.experience import add_advantages, batch_of
 from trainer.models.build import named_tensors
@@ -51,11 +53,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where results go; on ranks other than 0 all of it is silent."""
+    """Where results go; on ranks other than 0 all of it is silent, save traces, which every rank writes."""
 
     records: RunRecords | None
     progress: Progress | None
     log: Any
+    traces: StepTraces | None = None
+
+    def trace(self, step: int) -> AbstractContextManager[None]:
+        """What happens inside is traced if this step is to be."""
+        return self.traces.around(step) if self.traces else nullcontext()
 
 
 def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None) -> dict[str, Any]:
@@ -80,7 +87,8 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
         for name, schedule in schedules.items():
             schedule.step(resumed.schedule_steps[name])
     for step_number in range(record["step"] + 1, settings.num_steps + 1):
-        record = {"step": step_number, **ppo_step(run, step_number, schedules=schedules, kl_coef=kl_coef)}
+        with outputs.trace(step_number):
+            record = {"step": step_number, **ppo_step(run, step_number, schedules=schedules, kl_coef=kl_coef)}
         kl_coef = _next_kl_coef(run.config, kl_coef, record["kl"])
         if step_number == settings.num_steps:
             record["heldout_accuracy"] = evaluate(run, at_step=step_number)

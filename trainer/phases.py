@@ -34,9 +34,10 @@ class Phases:
         """Everything inside counts as phase ``name`` of ``step``."""
         self._step, self._phase = step, name
         start = time.perf_counter()
-        yield
-        if self._gpu:
-            torch.cuda.synchronize()
+        with torch.profiler.record_function(name):  # its name in a trace
+            yield
+            if self._gpu:
+                torch.cuda.synchronize()
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
         self._sample()
 

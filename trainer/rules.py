@@ -54,6 +54,7 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     check_checkpoints(config)
     check_batch_sizes(config)
     check_lengths(config)
+    check_profile_steps(config)
     check_task(config)
     check_tokenizer(config)
 
@@ -274,6 +275,15 @@ def check_lengths(config: Config) -> None:
                 f"{role_config.model.max_length}: use {_model_key(config, role, 'max_length')}={length} "
                 "or shorter sequences"
             )
+
+
+def check_profile_steps(config: Config) -> None:
+    absent = [step for step in config.diagnostics.profile_steps if not 1 <= step <= config.algo.num_steps]
+    if absent:
+        raise ValueError(
+            f"diagnostics.profile_steps={config.diagnostics.profile_steps}: step {absent[0]} is none of the "
+            f"algo.num_steps={config.algo.num_steps} steps of this run"
+        )
 
 
 def make_task(config: Config) -> Task:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ def run(job: Job) -> dict[str, Any]:
     patch_lines = platform.set_up(job.config)
     platform.set_up_process_groups(job.config)
     from trainer.checkpoint.state import Checkpoints  # imports megatron, which must come after the patches
+    from trainer.diagnostics import FOLDER, StepTraces
     from trainer.loop import Outputs, train
     from trainer.phases import Phases
     from trainer.report import Progress, RunRecords, open_loggers, write_report
@@ -58,6 +60,8 @@ def run(job: Job) -> dict[str, Any]:
         for name, path in starting_points(job.config).items() if done is None else ():
             head = "; its value head is new" if name == "critic" else ""
             note(f"the {name} starts from {path}{head}")
+        traces = StepTraces(job.config.diagnostics.profile_steps, job.directory / FOLDER, note=note)
+        outputs = dataclasses.replace(outputs, traces=traces)
         checkpoints = Checkpoints(job.config, job.directory, resume_from=job.resume_from, note=note)
         result = train(parts, outputs, checkpoints=checkpoints)
         if job.config.export_hf:

@@ -87,7 +87,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """One line that stays, above the live part."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def step(self, record: Record) -> None:
         """PPO step `record["step"]` is done; `record` is its line of metrics.jsonl."""
