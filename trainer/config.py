@@ -266,7 +266,8 @@ class CheckpointConfig(Section):
 @dataclass
 class Config(Section):
     """The whole run. ``task`` and ``advantages`` are mappings with ``_target_``; its class (a dataclass) gives the
-    types of the rest. ``roles`` has no critic where the advantage estimator needs none.
+    types of the rest. ``roles`` has no critic where the advantage estimator needs none. ``reward`` names a function
+    (response, example) -> float that pays in training, where the task's verdict does not.
 
     ``resume``: where the run goes on from. ``auto``: its own directory's latest checkpoint, if there is one; a path: a
     run directory or a checkpoint; null: nowhere, it starts anew.
@@ -284,6 +285,7 @@ class Config(Section):
     parallel: ParallelConfig
     tokenizer: TokenizerConfig
     task: Dict[str, Any]  # noqa: UP006
+    reward: Optional[str]  # noqa: UP045
     rollout: RolloutConfig
     advantages: Dict[str, Any]  # noqa: UP006
     algo: AlgoConfig

@@ -175,7 +175,7 @@ def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: fl
 
 
 def evaluate(run: Run, *, at_step: int) -> float:
-    """Mean score of greedy responses to the held-out questions."""
+    """Mean verdict of the task on greedy responses to the held-out questions."""
     with run.phases.phase("evaluate", step=at_step):
         _sync_engine(run)
         examples = run.prompts.heldout(run.config.algo.heldout_prompts)
@@ -183,7 +183,7 @@ def evaluate(run: Run, *, at_step: int) -> float:
         with process_groups_destroyed():
             if examples:
                 responses = run.engine.generate(run.prompts.encode(examples), seed=0, greedy=True)
-                scores = run.prompts.scores(responses.texts, examples)
+                scores = run.prompts.verdicts(responses.texts, examples)
         run.engine.sleep()
         sums = sum_over_ranks({"score": sum(scores), "count": len(scores)})
     return sums["score"] / sums["count"]

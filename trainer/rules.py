@@ -16,6 +16,7 @@ from hydra.utils import get_class
 
 from trainer import limits, rules_algo
 from trainer.hf_architecture import FIXED, architecture_of
+from trainer.tasks.verifiers import import_function
 from trainer.tokenizer import check_vocab_size
 
 if TYPE_CHECKING:
@@ -293,8 +294,10 @@ def make_task(config: Config) -> Task:
 
 
 def check_task(config: Config) -> None:
-    """Build the task and let it judge its own settings."""
+    """Build the task and let it judge its own settings; find the reward function."""
     make_task(config).validate()
+    if config.reward is not None:
+        import_function(config.reward, setting="reward")
 
 
 def check_tokenizer(config: Config) -> None:
