@@ -169,7 +169,7 @@ def policy_loss(settings: AlgoConfig, *, temperature: float, vocab_size: int, kl
                 clamp=kl.clamp,
             )
         stats["tokens"] = mask.sum()
-        return *losses.aggregate(per_token, mask=mask, mode=settings.loss_aggregation), stats
+        return *_aggregate(per_token, mask, settings), stats
 
     return loss
 
@@ -187,6 +187,10 @@ def value_loss(settings: AlgoConfig) -> Loss:
             value_clip=settings.value_clip,
         )
         stats["tokens"] = mask.sum()
-        return *losses.aggregate(per_token, mask=mask, mode=settings.loss_aggregation), stats
+        return *_aggregate(per_token, mask, settings), stats
 
     return loss
+
+
+def _aggregate(per_token: Tensor, mask: Tensor, settings: AlgoConfig) -> tuple[Tensor, Tensor]:
+    return losses.aggregate(per_token, mask=mask, mode=settings.loss_aggregation, fixed_length=settings.loss_length)
