@@ -14,7 +14,7 @@ from trainer import platform
 from trainer.checkpoint import folder
 from trainer.config import Config, to_plain
 from trainer.plan import make_plan
-from trainer.plan.footprint import arena_sizes_bytes, footprint, plan_rows
+from trainer.plan.footprint import footprint, plan_rows
 from trainer.rules import make_task
 from trainer.rules_algo import make_estimator
 
@@ -154,7 +154,7 @@ def build(config: Config, phases: Phases) -> LoopRun:
     saver = make_saver(config)
     plan = make_plan(config)
     arenas = HostArenas(pinned=config.platform.name == "cuda" and config.offload.train)
-    arenas.reserve(arena_sizes_bytes(footprint(config, vocab_size=len(tokenizer))))
+    arenas.reserve(footprint(config, vocab_size=len(tokenizer)).arenas)
     prompts = Prompts(config, task=task, tokenizer=tokenizer)
     paths = starting_points(config)
     roles = {}

@@ -94,6 +94,7 @@ class Footprint:
     Attributes:
         host_is_device: the platform is the CPU, so what lies "on the device" lies in host memory too.
         node_checkpoint_bytes: host bytes, on the node, of a checkpoint that is written while the run goes on.
+        arenas: region tag or ``weights/<tag>`` -> bytes of its host arena, which can be made before any model is.
     """
 
     ranks: int
@@ -102,6 +103,7 @@ class Footprint:
     holdings: tuple[Holding, ...]
     moments: tuple[Moment, ...]
     node_checkpoint_bytes: int
+    arenas: dict[str, int]
 
     def of_role(self, role: str) -> tuple[Holding, ...]:
         return tuple(holding for holding in self.holdings if holding.role == role)
@@ -135,7 +137,18 @@ def footprint(config: Config, *, vocab_size: int) -> Footprint:
         holdings=tuple(holdings),
         moments=tuple(_moments(config, plan, holdings, roles)),
         node_checkpoint_bytes=_checkpoint_bytes(config, roles),
+        arenas={owner: size for role in roles for owner, size in _arenas(plan, role, roles[role])},
     )
+
+
+def _arenas(plan: Plan, role: str, sizes: RoleBytes) -> Iterator[tuple[str, int]]:
+    optim = plan.row(role, "optim")
+    if optim.keeper == "arena":
+        yield optim.tag, round_up(sizes.kinds["optim"], ALIGNMENT_BYTES)
+    if role == "actor":
+        if plan.row(role, "param").keeper != "main_params":
+            yield f"weights/{role}", sizes.tag
+        yield "weights/ref", sizes.tag
 
 
 def _checkpoint_bytes(config: Config, roles: dict[str, RoleBytes]) -> int:
@@ -289,11 +302,6 @@ def _moments(config: Config, plan: Plan, holdings: list[Holding], roles: dict[st
     for role in roles:
         yield moment(f"train {role}", {role: "train"})
     yield moment("all asleep", {})
-
-
-def arena_sizes_bytes(prediction: Footprint) -> dict[str, int]:
-    """Region tag -> bytes of the arena that keeps it, which can be page-locked before the region exists."""
-    return {f"{h.role}/{h.kind}": h.host_asleep_bytes for h in prediction.holdings if h.keeper == "arena"}
 
 
 def plan_rows(prediction: Footprint) -> list[dict[str, Any]]:
