@@ -11,6 +11,7 @@
     step, phase, role, kind, flag, keeper, state ("asleep" | "awake"), released_bytes, backup_bytes, seconds
 and one at the end of every phase
     step, phase, time_seconds (wall clock), rss_bytes, pss_bytes, gpu_allocated_bytes, gpu_used_bytes,
+(pss_bytes null in most of them: it is slow to ask for)
 and for the ledger one of all that process and device hold at two moments, before anything was built and at the end
     step, phase, moment ("baseline" | "asleep"), {rss,pss,pss_untrimmed,host_used,gpu_{used,reserved,allocated}}_bytes.
 Bytes of a region are those of its whole segments; seconds are those until the call returned: what a side stream still
