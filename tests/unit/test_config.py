@@ -29,6 +29,7 @@ NEEDS = {
     ("task", "jsonl"): ["task.path={jsonl}"],
     ("task", "reasoning_gym"): ["task.dataset=chain_sum"],
     ("model", "hf"): ["model.path={checkpoint}"],
+    ("experiment", "smollm2"): ["model.path={checkpoint}"],
 }
 ROLE_OPTIONS = {
     ("model", "shared"): "model@roles.actor.model=shared",
