@@ -19,6 +19,7 @@ from trainer.config import Config
 from trainer.memory.regions import MemoryObserver, RoleRegions
 from trainer.memory.saver import Saver
 from trainer.models.build import build_gpt, drop_caches, move_rest, named_tensors, wrap_ddp
+from trainer.models.moe import drop_routing
 from trainer.plan import KINDS, Plan
 
 TRAINING = frozenset(KINDS)
@@ -92,6 +93,7 @@ class Role:
         if goes_to_sleep:
             self._backup_if_trained()
             drop_caches()
+            drop_routing(self.chunks)
             self._active_tag = None  # before the first region goes: a sleep that fails half-way must not leave it set
         if "grad" in kinds:
             self.optimizer.zero_grad(set_to_none=True)

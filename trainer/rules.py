@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class
 
-from trainer import limits
+from trainer import limits, moe_rules
 from trainer.hf_architecture import FIXED, architecture_of
 from trainer.tokenizer import check_vocab_size
 
@@ -54,6 +54,8 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     check_parallel_support(config)
     check_world_size(config)
     check_model_shapes(config)
+    moe_rules.check_experts(config)
+    moe_rules.check_expert_parallel(config)
     check_checkpoints(config)
     check_batch_sizes(config)
     check_lengths(config)

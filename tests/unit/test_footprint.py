@@ -75,14 +75,21 @@ def test_buckets_and_padding_of_megatrons_buffers():
 )
 def test_elements_of_the_flat_optimizer_state(distributed, dtype, expected):
     layout = buffer_layout([130, 100, 70], data_parallel=3, distributed_optimizer=distributed, bucket_size=200)
-    assert optimizer_elements({dtype: layout}, distributed_optimizer=distributed, data_parallel=3) == expected
+    assert (
+        optimizer_elements(
+            {(dtype, False): layout}, distributed_optimizer=distributed, data_parallel=3, expert_parallel=1
+        )
+        == expected
+    )
 
 
 def test_the_value_head_has_a_buffer_of_its_own():
     config = config_of()
     found = parameters(config.roles["critic"].model, vocab_size=320, value_head=True, parallel=config.parallel)
-    layouts = buffer_layouts(found, ddp=config.roles["critic"].ddp, data_parallel=1, bucket_size=None)
-    assert {dtype: layout.size for dtype, layout in layouts.items()}["fp32"] == 128
+    layouts = buffer_layouts(
+        found, ddp=config.roles["critic"].ddp, data_parallel=1, expert_parallel=1, bucket_size=None
+    )
+    assert layouts["fp32", False].size == 128
     assert [parameter.name for parameter in found if parameter.dtype == "fp32"] == ["output_layer.weight"]
 
 

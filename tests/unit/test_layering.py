@@ -15,7 +15,7 @@ LAYERS = [
     ["patches"],
     ["trainer.tasks", "trainer.algo", "trainer.report.units", "trainer.report.records", "trainer.launch_environment"],
     ["trainer.tokenizer", "trainer.limits", "trainer.hf_architecture"],
-    ["trainer.rules"],
+    ["trainer.rules", "trainer.moe_rules"],
     ["trainer.config"],
     [
         "trainer.plan",

@@ -2,13 +2,14 @@
 
     <role>_weights.safetensors           every tensor a forward pass reads, as the last step left it
     <role>_weights_<tag>.safetensors     further tags of the weights backuper (the reference model)
+    <role>_weights[_<tag>].experts_<n>.safetensors   with parallel.expert, the experts that are on its n-th rank
     <role>_optimizer_<rank>.safetensors  ``main/``, ``exp_avg/``, ``exp_avg_sq/`` + parameter name: this rank's share of
                                          the flattened parameter; the header says where in it the share starts
 
 Random draws are keyed by (seed, purpose, step, rank), so no generator state is kept. Shares are found by parameter name
-and position, so a checkpoint can be loaded with another number of ranks, with or without the distributed optimizer, and
-under any memory policy. Simplifies megatron-core's dist_checkpointing: one file per rank, no tensor or pipeline
-parallelism, saving blocks the run, and one role at a time passes through host memory.
+and position, so a checkpoint can be loaded with another number of ranks, with experts spread over more or fewer ranks,
+with or without the distributed optimizer, and under any memory policy. Simplifies megatron-core's dist_checkpointing:
+no tensor or pipeline parallelism, saving blocks the run, and one role at a time passes through host memory.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import distributed
 
 from trainer import optimizer as optimizers
@@ -29,6 +31,8 @@ from trainer.checkpoint import folder
 from trainer.checkpoint.folder import Manifest
 from trainer.config import Config, to_plain
 from trainer.models.build import named_tensors
+from trainer.models.hf_files import SafetensorsFiles
+from trainer.models.moe import OfThisRank, is_expert
 from trainer.optimizer import Share
 from trainer.role import Role
 
@@ -100,12 +104,30 @@ def _write(role: Role, directory: Path) -> dict[str, int]:
     tensors = {f"{kind}/{share.name}": tensor for share in shares for kind, tensor in share.tensors.items()}
     starts = {"starts": json.dumps({share.name: share.start for share in shares})}
     sizes = _save(directory / f"{role.name}_optimizer_{rank}.safetensors", tensors, starts)
-    if rank == 0:  # weights are the same on all ranks
-        sizes |= _save(directory / f"{role.name}_weights.safetensors", dict(named_tensors(role.chunks)), {})
-        for tag in _further_tags(role):
-            assert role.backuper is not None
-            sizes |= _save(directory / f"{role.name}_weights_{tag}.safetensors", role.backuper.get(tag), {})
+    sizes |= _save_weights(dict(named_tensors(role.chunks)), directory, name=f"{role.name}_weights")
+    for tag in _further_tags(role):
+        assert role.backuper is not None
+        sizes |= _save_weights(role.backuper.get(tag), directory, name=f"{role.name}_weights_{tag}")
     return sizes
+
+
+def _save_weights(weights: Mapping[str, torch.Tensor], directory: Path, *, name: str) -> dict[str, int]:
+    """Rank 0 writes its tensors, and of ranks with other experts the first ones write those; the rest is the same."""
+    if distributed.get_rank() == 0:
+        return _save(directory / f"{name}.safetensors", weights, {})
+    if parallel_state.get_expert_data_parallel_rank() > 0 or not any(map(is_expert, weights)):
+        return {}
+    part = parallel_state.get_expert_model_parallel_rank()
+    experts = {name: tensor for name, tensor in weights.items() if is_expert(name)}
+    return _save(directory / f"{name}.experts_{part}.safetensors", experts, {})
+
+
+def _read_weights(checkpoint: Path, *, name: str, own: Mapping[str, torch.Tensor]) -> OfThisRank:
+    """This rank's tensors out of what all ranks saved under ``name``, read when they are asked for."""
+    weights = SafetensorsFiles([checkpoint / f"{name}.safetensors", *checkpoint.glob(f"{name}.experts_*.safetensors")])
+    mine = OfThisRank(weights, own)
+    assert mine.keys() == own.keys(), f"{checkpoint}/{name} and the model differ in {mine.keys() ^ own.keys()}"
+    return mine
 
 
 def _further_tags(role: Role) -> list[str]:
@@ -121,9 +143,7 @@ def _save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, s
 def _read(role: Role, checkpoint: Path, *, optimizer_step: int) -> None:
     """Load an awake role: the weights first, whose loading makes fp32 main params of them, then the saved state."""
     own = dict(named_tensors(role.chunks))
-    weights = load_file(checkpoint / f"{role.name}_weights.safetensors")
-    assert weights.keys() == own.keys(), f"{checkpoint} and the {role.name} differ in {weights.keys() ^ own.keys()}"
-    role.load_weights(weights)
+    role.load_weights(_read_weights(checkpoint, name=f"{role.name}_weights", own=own))
     files = sorted(checkpoint.glob(f"{role.name}_optimizer_*.safetensors"))
     shares = list(optimizers.shares(role.optimizer, own))
     filled = {share.name: 0 for share in shares}
@@ -139,8 +159,9 @@ def _read(role: Role, checkpoint: Path, *, optimizer_step: int) -> None:
     optimizers.set_step_count(role.optimizer, optimizer_step)
     prefix = f"{role.name}_weights_"
     for path in sorted(checkpoint.glob(f"{prefix}*.safetensors")):
-        assert role.backuper is not None
-        role.backuper.put(path.stem.removeprefix(prefix), load_file(path))
+        if "." not in path.stem:
+            assert role.backuper is not None
+            role.backuper.put(path.stem.removeprefix(prefix), _read_weights(checkpoint, name=path.stem, own=own))
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ the allocator's rounding to 2 MiB segments. All workers run on one node. A rank'
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.config import Config
@@ -16,6 +16,7 @@ from trainer.plan import NO_BUFFER, Plan, PlanRow, make_plan
 from trainer.plan.layout import (
     ALIGNMENT_BYTES,
     ITEM_BYTES,
+    BufferKey,
     BufferLayout,
     Parameter,
     buffer_layouts,
@@ -138,10 +139,14 @@ def role_bytes(config: Config, role: str, *, vocab_size: int, bucket_size: int |
         found,
         ddp=ddp,
         data_parallel=data_parallel,
+        expert_parallel=config.parallel.expert,
         bucket_size=bucket_size or default_bucket_size(ddp, data_parallel=data_parallel),
     )
     optimizer, main_params = optimizer_elements(
-        layouts, distributed_optimizer=ddp.use_distributed_optimizer, data_parallel=data_parallel
+        layouts,
+        distributed_optimizer=ddp.use_distributed_optimizer,
+        data_parallel=data_parallel,
+        expert_parallel=config.parallel.expert,
     )
     table = rotary_table_bytes(model)
     return RoleBytes(
@@ -154,9 +159,9 @@ def role_bytes(config: Config, role: str, *, vocab_size: int, bucket_size: int |
 
 
 def _kinds(
-    found: tuple[Parameter, ...], layouts: dict[str, BufferLayout], *, distributed_optimizer: bool, table: int
+    found: tuple[Parameter, ...], layouts: dict[BufferKey, BufferLayout], *, distributed_optimizer: bool, table: int
 ) -> dict[str, int]:
-    buffers = sum(layout.size * ITEM_BYTES[dtype] for dtype, layout in layouts.items())
+    buffers = sum(layout.size * ITEM_BYTES[dtype] for (dtype, _), layout in layouts.items())
     return {
         "param": buffers if distributed_optimizer else 0,
         "grad": sum(layout.size for layout in layouts.values()) * ITEM_BYTES["fp32"],
@@ -211,9 +216,9 @@ def _awake_for_forward(plan: Plan, row: PlanRow) -> bool:
 
 
 def _engine_holding(config: Config, *, vocab_size: int) -> Holding:
-    """transformers' model: the actor's parameters and the rotary table, which it keeps twice."""
+    """transformers' model, whole on every rank: the actor's parameters and the rotary table, which it keeps twice."""
     model = config.roles["actor"].model
-    found = parameters(model, vocab_size=vocab_size, value_head=False, parallel=config.parallel)
+    found = parameters(model, vocab_size=vocab_size, value_head=False, parallel=replace(config.parallel, expert=1))
     size = sum(parameter.size_bytes for parameter in found) + 2 * rotary_table_bytes(model)
     return Holding(
         ENGINE,

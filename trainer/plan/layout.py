@@ -17,6 +17,8 @@ from trainer.config import DdpConfig, ModelConfig, ParallelConfig
 ITEM_BYTES = {"bf16": 2, "fp32": 4}
 ALIGNMENT_BYTES = 64  # of every tensor in an arena and every view in the flat optimizer state
 
+BufferKey = tuple[str, bool]  # dtype, and Parameter.is_spread
+
 _PARAM_START_ELEMENTS = 64  # Megatron's, with the distributed optimizer
 _BUCKET_END_ELEMENTS = 128
 
@@ -27,11 +29,12 @@ def round_up(value: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class Parameter:
-    """``size`` elements of ``dtype`` (``bf16`` or ``fp32``)."""
+    """``size`` elements of ``dtype`` (``bf16`` or ``fp32``); ``is_spread``: other ranks have other experts instead."""
 
     name: str
     size: int
     dtype: str
+    is_spread: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -46,7 +49,7 @@ def parameters(
     ``vocab_size``: entries of the tokenizer; a checkpoint's embedding may have more rows.
     """
     assert parallel.tp == parallel.pp == 1, "shares of a rank are not counted yet"
-    hidden, ffn = model.hidden_size, model.ffn_size
+    hidden = model.hidden_size
     head_dim, vocab_size = model.head_dim, model.embedding_rows(vocab_size)
     qkv = (model.heads + 2 * model.kv_heads) * head_dim
     layer = {
@@ -56,8 +59,7 @@ def parameters(
         **({"self_attention.linear_qkv.bias": qkv} if model.qkv_bias else {}),
         **({f"self_attention.{name}_layernorm.weight": head_dim for name in "qk"} if model.qk_norm else {}),
         "pre_mlp_layernorm.weight": hidden,
-        "mlp.linear_fc1.weight": 2 * ffn * hidden,
-        "mlp.linear_fc2.weight": hidden * ffn,
+        **_mlp_sizes(model, expert_parallel=parallel.expert),
     }
     sizes = {"embedding.word_embeddings.weight": vocab_size * hidden}
     for index in range(model.layers):
@@ -65,10 +67,24 @@ def parameters(
     sizes["decoder.final_layernorm.weight"] = hidden
     if not (value_head or model.tie_embeddings):
         sizes["output_layer.weight"] = vocab_size * hidden
-    found = [Parameter(name, size, model.dtype) for name, size in sizes.items()]
+    spread = parallel.expert > 1
+    found = [Parameter(name, size, model.dtype, spread and ".experts." in name) for name, size in sizes.items()]
     if value_head:
         found.append(Parameter("output_layer.weight", hidden, "fp32"))
     return tuple(found)
+
+
+def _mlp_sizes(model: ModelConfig, *, expert_parallel: int) -> dict[str, int]:
+    """Of one layer's MLP, or router and experts (of the first rank; all have equally many)."""
+    weights = {"linear_fc1.weight": 2 * model.ffn_size * model.hidden_size}
+    weights["linear_fc2.weight"] = model.hidden_size * model.ffn_size
+    if model.num_experts is None:
+        return {f"mlp.{name}": size for name, size in weights.items()}
+    experts = range(model.num_experts // expert_parallel)
+    return {
+        "mlp.router.weight": model.num_experts * model.hidden_size,
+        **{f"mlp.experts.{index}.{name}": size for index in experts for name, size in weights.items()},
+    }
 
 
 def rotary_table_bytes(model: ModelConfig) -> int:
@@ -131,22 +147,22 @@ def buffer_layout(
 
 
 def buffer_layouts(
-    found: Sequence[Parameter], *, ddp: DdpConfig, data_parallel: int, bucket_size: int | None
-) -> dict[str, BufferLayout]:
-    """One buffer per dtype."""
+    found: Sequence[Parameter], *, ddp: DdpConfig, data_parallel: int, expert_parallel: int, bucket_size: int | None
+) -> dict[BufferKey, BufferLayout]:
+    """One buffer per dtype for what all ranks hold, and one for their experts, where each rank has its own."""
     return {
-        dtype: buffer_layout(
-            [parameter.size for parameter in found if parameter.dtype == dtype],
-            data_parallel=data_parallel,
+        (dtype, is_spread): buffer_layout(
+            [parameter.size for parameter in found if (parameter.dtype, parameter.is_spread) == (dtype, is_spread)],
+            data_parallel=data_parallel // expert_parallel if is_spread else data_parallel,
             distributed_optimizer=ddp.use_distributed_optimizer,
             bucket_size=bucket_size,
         )
-        for dtype in dict.fromkeys(parameter.dtype for parameter in found)
+        for dtype, is_spread in dict.fromkeys((parameter.dtype, parameter.is_spread) for parameter in found)
     }
 
 
 def optimizer_elements(
-    layouts: dict[str, BufferLayout], *, distributed_optimizer: bool, data_parallel: int
+    layouts: dict[BufferKey, BufferLayout], *, distributed_optimizer: bool, data_parallel: int, expert_parallel: int
 ) -> tuple[int, int]:
     """(elements of the flat optimizer state, of its part that holds main params) on the rank that holds most.
 
@@ -154,10 +170,12 @@ def optimizer_elements(
     """
     unit = ALIGNMENT_BYTES // ITEM_BYTES["fp32"]
     main, moments = [0] * data_parallel, [0] * data_parallel
-    for dtype, layout in layouts.items():
+    for (dtype, is_spread), layout in layouts.items():
         whole = [end - start for start, end in layout.spans]
-        ranks = layout.shards(data_parallel) if distributed_optimizer else [whole] * data_parallel
-        for rank, pieces in enumerate(ranks):
+        replicas = expert_parallel if is_spread else 1  # neighbouring ranks with other experts, sharded alike
+        shards = layout.shards(data_parallel // replicas)
+        for rank in range(data_parallel):
+            pieces = shards[rank // replicas] if distributed_optimizer else whole
             aligned = sum(round_up(piece, unit) for piece in pieces)
             moments[rank] += 2 * aligned
             if distributed_optimizer or dtype != "fp32":
