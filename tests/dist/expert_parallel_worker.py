@@ -1,6 +1,7 @@
-"""Two ranks that do the same work with whole layers and with half of the experts each; used by test_expert_parallel."""
+"""Ranks that do the same work with whole layers and with half of the experts each; used by test_expert_parallel."""
 
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import patches
 from tests.composing import SMALL, config_of
 from tests.dist import checkpoint_worker
 from tests.dist.checkpoint_worker import Case
-from tests.dist.data_parallel_worker import my_share
+from tests.dist.data_parallel_worker import OVERLAP, my_share
 from tests.dist.footprint_worker import NO_DISTRIBUTED, ODD, _role_case
 from tests.dist.invariance_worker import run_one
 from tests.roles import (
@@ -26,23 +27,23 @@ from tests.roles import (
     train,
     weights_of,
 )
-from trainer import optimizer, platform, step
+from trainer import optimizer, platform, step, worker
 from trainer.models.build import named_tensors
 from trainer.models.moe import with_all_experts
+from trainer.phases import Phases
 from trainer.role import FORWARD, Role
 
 MOE = (
     *("model.num_experts=4", "model.num_experts_per_tok=2", "model.ffn_size=64"),
-    *("model.router_aux_loss_coef=0.01", "launch.nproc=2"),
+    "model.router_aux_loss_coef=0.01",
 )
-EXPERT_PARALLEL = ("parallel.expert=2",)
 POLICIES = {
     "none": ("offload=none",),
     "full": ("memory=full",),
     "no_grads": ("memory=no_grads",),
     "lean": ("memory=lean",),
     "rebuild": ("memory=rebuild",),
-    "rebuild_saver": ("memory=rebuild", "memory.actor.optim_keeper=saver", "memory.critic.optim_keeper=saver"),
+    "overlap": ("memory=rebuild", *OVERLAP),
     "dense_critic": ("memory=lean", "model@roles.critic.model=tiny"),
 }
 FOOTPRINTS = {
@@ -53,9 +54,18 @@ FOOTPRINTS = {
 }
 
 
+def run_replicated(payload: None) -> dict[str, Any]:
+    """What ranks compute that hold the same experts as some others."""
+    spread = (*MOE, f"launch.nproc={os.environ['WORLD_SIZE']}", "parallel.expert=2", "algo.micro_batch_size=2")
+    config = config_of(*SMALL, *spread)
+    platform.set_up(config)
+    platform.set_up_process_groups(config)
+    return {"gradients": gradients(spread), "footprints": footprints(spread), "weights": whole_weights(spread)}
+
+
 def run_checks(directory: Path) -> dict[str, Any]:
-    """Results of every check, on rank 0: key (check, parallel.expert)."""
-    config = config_of(*SMALL, *MOE)
+    """Results of every check, on rank 0: key (check, parallel.expert). Communicators go during rollouts."""
+    config = config_of(*SMALL, *MOE, "launch.nproc=2", "offload.destroy_process_groups=true")
     platform.set_up(config)
     platform.set_up_process_groups(config)
     results: dict[str, Any] = {}
@@ -63,23 +73,38 @@ def run_checks(directory: Path) -> dict[str, Any]:
         if size > 1:
             parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(1, 1, expert_model_parallel_size=size)
-        spread = (*MOE, f"parallel.expert={size}")
+        spread = (*MOE, "launch.nproc=2", f"parallel.expert={size}")
         results["weights", size] = whole_weights(spread)
         results["gradients", size] = gradients(spread)
         results["records", size] = records(spread, size)
         results["checkpoints", size] = checkpoints(directory, spread, size)
+    export(directory)
     results["asleep"] = {name: asleep(name, spread) for name in ("actor", "critic")}
     results["policies"] = {
         (policy, name): cycles(name, (*spread, *POLICIES[policy]))
         for policy in ("none", "lean", "rebuild")
         for name in ("actor", "critic")
     }
-    results["footprints"] = {
+    results["footprints"] = footprints(spread)
+    return results
+
+
+def footprints(spread: tuple[str, ...]) -> dict[tuple[str, str], dict[str, Any]]:
+    """(case, role) -> measured and predicted bytes."""
+    return {
         (case, name): _role_case(name, (*spread, *overrides), has_buckets=False)
         for case, overrides in FOOTPRINTS.items()
         for name in ("actor", "critic")
     }
-    return results
+
+
+def export(directory: Path) -> None:
+    """Read the Hugging Face folder ``start`` and write it again from both ranks' experts."""
+    fresh_saver()
+    start = f"model.path={directory / 'start'}"
+    config = config_of("platform=cpu", "model=hf", start, "launch.nproc=2", "parallel.expert=2")
+    run = worker.build(config, Phases(lambda record: None, gpu=False))
+    worker.export(run, directory / "exported" if distributed.get_rank() == 0 else None)
 
 
 def _everyones(value: Any) -> list[Any]:
@@ -115,7 +140,9 @@ def gradients(overrides: tuple[str, ...]) -> dict[tuple[str, str], Any]:
             fresh_saver()
             role = make_role(name, *overrides, "model.dtype=fp32", "optimizer.clip_grad=0", *extra)
             batch = my_share(make_batch([3, 9, 1, 4]))
-            if distributed.get_rank() == 1:  # whose responses are shorter, so that the ranks' widths differ
+            if (
+                2 * distributed.get_rank() >= distributed.get_world_size()
+            ):  # whose responses are shorter, so that the ranks' widths differ
                 batch = {key: tensor[:, : 8 if key == "tokens" else 7] for key, tensor in batch.items()}
             sums = step.train_minibatch(role, batch, loss_of(role), micro_batch_size=1)
             results[name, kind] = (sums, _whole_shares(role, "exp_avg"))
@@ -151,7 +178,7 @@ def checkpoints(directory: Path, overrides: tuple[str, ...], size: int) -> dict[
 
 
 def asleep(name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Where the storages of a sleeping role lie, if they are of 4 KiB or more."""
+    """Where the storages of a sleeping role lie, if they are of 8 KiB or more (states of generators are of five)."""
     from torch_memory_saver import torch_memory_saver
 
     def alive() -> list[Tensor]:
@@ -177,7 +204,7 @@ def asleep(name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     loose = [
         (tuple(tensor.shape), str(tensor.dtype))
         for tensor in alive()
-        if tensor.untyped_storage().nbytes() >= 1 << 12
+        if tensor.untyped_storage().nbytes() >= 1 << 13
         and tensor.untyped_storage().data_ptr() not in known
         and torch_memory_saver._impl.region_of(tensor) is None
     ]

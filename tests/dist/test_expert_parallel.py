@@ -5,11 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, MixtralConfig
 
-from tests.dist.expert_parallel_worker import POLICIES, run_checks
+from tests.dist.expert_parallel_worker import POLICIES, run_checks, run_replicated
 from tests.dist.test_checkpoint import files, whole_tensors
 from trainer.launch import launch
 from trainer.launch_environment import worker_environment
+from trainer.models.hf_files import SafetensorsFiles, SafetensorsFolder
+from trainer.tasks.arithmetic import ArithmeticTask
+from trainer.tokenizer import load_tokenizer
+
+
+ENVIRONMENT = worker_environment(platform="cpu", sleeps=True, threads_per_worker=1)
 
 
 @pytest.fixture(scope="module")
@@ -19,28 +26,55 @@ def directory(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(directory):
-    environment = worker_environment(platform="cpu", sleeps=True, threads_per_worker=1)
-    return launch(run_checks, directory, nproc=2, log_dir=directory / "logs", environment=environment)
+    save_start(directory / "start")
+    return launch(run_checks, directory, nproc=2, log_dir=directory / "logs", environment=ENVIRONMENT)
 
 
-def test_the_same_seed_gives_the_same_weights_however_they_are_spread(results):
-    one, two = (results["weights", size] for size in (1, 2))
-    assert one.keys() == two.keys()
+@pytest.fixture(scope="module")
+def replicated(directory):
+    """Of four ranks, two with each half of the experts."""
+    return launch(run_replicated, None, nproc=4, log_dir=directory / "logs4", environment=ENVIRONMENT)
+
+
+def save_start(folder):
+    task = ArithmeticTask(max_operand=9, operations=["plus"], forms="digits", heldout_fraction=0.1, seed=1)
+    tokenizer = load_tokenizer(None, task=task, vocab_size=280)
+    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = MixtralConfig(
+        **sizes, vocab_size=len(tokenizer), num_key_value_heads=1, num_local_experts=4, max_position_embeddings=128
+    )
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def test_the_same_seed_gives_the_same_weights_however_they_are_spread(results, replicated):
+    one = results["weights", 1]
     assert sum(".experts." in name for name in one) == 2 * 4 * 2
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    for other in (results["weights", 2], replicated["weights"]):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_folder_comes_in_and_goes_out_through_both_ranks(results, directory):
+    before, after = (SafetensorsFolder(directory / name) for name in ("start", "exported"))
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert AutoModelForCausalLM.from_pretrained(directory / "exported").config.model_type == "mixtral"
 
 
 @pytest.mark.parametrize("optimizer", ["distributed", "plain"])
 @pytest.mark.parametrize("name", ["actor", "critic"])
-def test_gradients_do_not_depend_on_where_experts_lie(results, name, optimizer):
-    (expected_sums, expected), (sums, actual) = (results["gradients", size][name, optimizer] for size in (1, 2))
-    assert sums["loss_count"] == 17
+def test_gradients_do_not_depend_on_where_experts_lie(results, replicated, name, optimizer):
+    expected_sums, expected = results["gradients", 1][name, optimizer]
+    assert expected_sums["loss_count"] == 17
     assert expected_sums["aux_loss_sum"] > 17
-    assert sums == pytest.approx(expected_sums, rel=1e-5, abs=1e-6)
-    assert actual.keys() == expected.keys()
-    for key, right in expected.items():
-        assert right.abs().max() > 0, key
-        torch.testing.assert_close(actual[key], right, rtol=1e-4, atol=1e-6 * right.abs().max().item())
+    for sums, actual in (results["gradients", 2][name, optimizer], replicated["gradients"][name, optimizer]):
+        assert sums == pytest.approx(expected_sums, rel=1e-5, abs=1e-6)
+        assert actual.keys() == expected.keys()
+        for key, right in expected.items():
+            assert right.abs().max() > 0, key
+            torch.testing.assert_close(actual[key], right, rtol=1e-4, atol=1e-6 * right.abs().max().item())
 
 
 def test_a_whole_job_in_fp32_gives_the_same_numbers(results):
@@ -88,9 +122,10 @@ def test_the_buffers_of_the_experts_sleep_too(results, name):
     assert found["loose"] == []
 
 
-def test_every_byte_is_foreseen(results):
-    for case, found in results["footprints"].items():
-        assert found["measured"] == found["predicted"], case
+def test_every_byte_is_foreseen(results, replicated):
+    for footprints in (results["footprints"], replicated["footprints"]):
+        for case, found in footprints.items():
+            assert found["measured"] == found["predicted"], case
 
 
 def test_a_resumed_job_is_the_unbroken_one(results, directory):
@@ -102,18 +137,12 @@ def test_a_resumed_job_is_the_unbroken_one(results, directory):
     assert len(saved) == 2 * 3 + 2 * 2
 
 
-def test_a_checkpoint_can_be_spread_otherwise(directory):
+def test_a_checkpoint_can_be_spread_otherwise(results, directory):
     whole, spread = (directory / name / "checkpoints/step_2" for name in ("spread_1", "respread"))
     expected, found = whole_tensors(whole), whole_tensors(spread)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-    for role in ("actor_weights", "actor_weights_ref", "critic_weights"):
-        assert weights(spread, role).keys() == weights(whole, role).keys()
-        assert all(torch.equal(tensor, weights(whole, role)[key]) for key, tensor in weights(spread, role).items())
-
-
-def weights(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    paths = [checkpoint / f"{name}.safetensors", *checkpoint.glob(f"{name}.experts_*.safetensors")]
-    return {key: tensor for path in paths for key, tensor in load_file(path).items()}
+    for name in ("actor_weights", "actor_weights_ref", "critic_weights"):
+        before, after = (SafetensorsFiles(path.glob(f"{name}.*")) for path in (whole, spread))
+        assert set(before) == set(after)
+        assert all(torch.equal(before[key], after[key]) for key in before)

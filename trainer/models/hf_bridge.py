@@ -142,7 +142,7 @@ def check_names(given: Iterable[str], *, wanted: Iterable[str]) -> None:
         if names:
             raise ValueError(
                 f"the weights {problem} {', '.join(sorted(names))}: architecture (model.layers, model.qkv_bias, "
-                "model.qk_norm, model.tie_embeddings) and weights must agree"
+                "model.qk_norm, model.tie_embeddings, model.num_experts) and weights must agree"
             )
 
 

@@ -111,7 +111,7 @@ class Router(nn.Module):
     def set_layer_number(self, number: int) -> None:
         """Megatron tells every router its layer's number, which this one has no use for."""
 
-    def forward(self, hidden: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """hidden [s, b, hidden_size] -> (weights [s * b, experts] in fp32, zero where an expert is not chosen;
         is_chosen [s * b, experts] bool)."""
         probabilities = functional.linear(hidden, self.weight).float().softmax(dim=-1)
