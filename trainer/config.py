@@ -58,8 +58,9 @@ class ModelConfig(Section):
     """Architecture of one role's GPT body. Sizes in elements; ``dtype`` is ``bf16`` or ``fp32``.
 
     ``path``: a Hugging Face model folder whose weights the role starts from, or null for random ones. ``vocab_size``:
-    rows of the embedding, null for as many as the tokenizer has entries. ``attention_backend``: the core attention,
-    ``sdpa`` (torch's) or ``te`` (Transformer Engine's).
+    rows of the embedding, null for as many as the tokenizer has entries. ``num_experts``: of every layer, each with
+    ``ffn_size``; null for a dense model, to which the three settings after it mean nothing. ``attention_backend``: the
+    core attention, ``sdpa`` (torch's) or ``te`` (Transformer Engine's).
     """
 
     path: Optional[str]  # noqa: UP045
@@ -77,6 +78,10 @@ class ModelConfig(Section):
     qkv_bias: bool
     qk_norm: bool
     tie_embeddings: bool
+    num_experts: Optional[int]  # noqa: UP045
+    num_experts_per_tok: Optional[int]  # noqa: UP045
+    norm_topk_prob: bool
+    router_aux_loss_coef: float
     init_std: float
     dtype: str
     attention_backend: str
@@ -164,8 +169,11 @@ class MemoryConfig(Section):
 
 @dataclass
 class ParallelConfig(Section):
+    """``expert``: ranks of a data-parallel group over which the experts of a layer are spread."""
+
     tp: int
     pp: int
+    expert: int
 
 
 @dataclass

@@ -27,6 +27,7 @@ from trainer.distributed import combined_digest, data_parallel_group, data_paral
 from trainer.micro_batches import Split
 from trainer.models.build import named_tensors
 from trainer.models.hf_bridge import to_hf
+from trainer.models.moe import with_all_experts
 from trainer.phases import Phases
 from trainer.report import Progress, RunRecords
 from trainer.role import FORWARD, Role
@@ -189,8 +190,9 @@ def evaluate(run: Run, *, at_step: int) -> float:
 
 def _sync_engine(run: Run) -> None:
     """Wake the engine with the actor's weights; the actor sleeps again afterwards."""
+    model = run.actor.config.model
     with run.actor.awake(kinds=FORWARD):
-        run.engine.wake_up(to_hf(named_tensors(run.actor.chunks), model=run.actor.config.model))
+        run.engine.wake_up(to_hf(with_all_experts(named_tensors(run.actor.chunks), model=model), model=model))
 
 
 def _batch_of(responses: Responses, scores: Sequence[float]) -> dict[str, Tensor]:

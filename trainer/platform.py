@@ -49,6 +49,7 @@ def set_up_process_groups(config: Config) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.parallel.tp,
         pipeline_model_parallel_size=config.parallel.pp,
+        expert_model_parallel_size=config.parallel.expert,
         create_gloo_process_groups=False,
     )
 

@@ -20,6 +20,7 @@ from trainer.memory.arena import HostArenas
 from trainer.memory.regions import MemoryObserver, RoleRegions
 from trainer.memory.saver import Saver
 from trainer.models.build import build_gpt, drop_caches, move_rest, named_tensors, wrap_ddp
+from trainer.models.moe import drop_routing
 from trainer.models.param_shards import ParamShards
 from trainer.plan import KINDS, Plan
 
@@ -98,6 +99,7 @@ class Role:
         if goes_to_sleep:
             self._backup_if_trained()
             drop_caches()
+            drop_routing(self.chunks)
             self._active_tag = None  # before the first region goes: a sleep that fails half-way must not leave it set
         if "grad" in kinds:
             self.optimizer.zero_grad(set_to_none=True)

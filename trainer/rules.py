@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class
 
-from trainer import limits, memory_rules, objectives, speed_rules
+from trainer import limits, memory_rules, moe_rules, objectives, speed_rules
 from trainer.hf_architecture import FIXED, architecture_of
 from trainer.tokenizer import check_vocab_size
 
@@ -58,6 +58,8 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     check_nodes(config)
     objectives.check(config.objective)
     check_model_shapes(config)
+    moe_rules.check_experts(config)
+    moe_rules.check_expert_parallel(config)
     check_checkpoints(config)
     check_batch_sizes(config)
     speed_rules.check(config)

@@ -14,6 +14,8 @@ all micro-batches and ranks, so no split changes a mean.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
 
@@ -27,9 +29,29 @@ from trainer.algo.masked import zero_padding
 from trainer.config import AlgoConfig
 from trainer.distributed import sum_over_ranks
 from trainer.micro_batches import Batch, Split, in_order, micro_batches
+from trainer.models.moe import LoadBalance
 from trainer.role import FORWARD, Role
 
-Loss = Callable[[Tensor, Batch], tuple[Tensor, Tensor, dict[str, Tensor]]]
+LossTerms = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is trained: (model output, micro-batch) -> (summed loss, its count, sums to report).
+
+    ``aggregation``: the mode of :func:`trainer.algo.losses.aggregate` by which it is summed.
+    """
+
+    compute: Callable[[Tensor, Batch], LossTerms]
+    aggregation: str
+
+    def __call__(self, output: Tensor, batch: Batch) -> LossTerms:
+        return self.compute(output, batch)
+
+    def sequence_weights(self, batch: Batch) -> Tensor:
+        """[b]: what a loss of one per response token comes to, by sequence."""
+        rows = batch["response_mask"].split(1)
+        return torch.stack([losses.aggregate(row.float(), mask=row, mode=self.aggregation)[0] for row in rows])
 
 
 def select(batch: Batch, rows: Tensor | slice) -> dict[str, Tensor]:
@@ -38,16 +60,23 @@ def select(batch: Batch, rows: Tensor | slice) -> dict[str, Tensor]:
 
 
 def _run_schedule(
-    role: Role, micro_batches: list[dict[str, Tensor]], on_output: Callable[..., Any], *, forward_only: bool
+    role: Role,
+    micro_batches: list[dict[str, Tensor]],
+    on_output: Callable[..., Any],
+    *,
+    forward_only: bool,
+    around: Callable[[Batch], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Any]:
-    """Megatron's forward(-backward) over the micro-batches; what ``on_output`` reports of each, in order."""
+    """Megatron's forward(-backward) over the micro-batches; what ``on_output`` reports of each, in order. The forward
+    pass of a micro-batch happens inside ``around`` it."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
         tokens = micro_batch["tokens"]
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return model(tokens, positions, None), partial(on_output, micro_batch)
+        with around(micro_batch):
+            return model(tokens, positions, None), partial(on_output, micro_batch)
 
     rows, length = micro_batches[0]["tokens"].shape
     return get_forward_backward_func()(
@@ -104,14 +133,12 @@ def values(role: Role, batch: Batch, **split: Unpack[Split]) -> Tensor:
 def train_minibatch(role: Role, batch: Batch, loss: Loss, **split: Unpack[Split]) -> dict[str, float]:
     """One optimizer step. Without a single response token on any rank nothing is changed.
 
-    Args:
-        loss: (model output, micro-batch) -> (summed loss, its count, sums to report).
-
     Returns:
         The reported sums over all micro-batches and ranks, plus ``loss_sum``, ``loss_count``, ``grad_norm`` and
-        ``skipped`` (1.0 if the gradient norm was not finite).
+        ``skipped`` (1.0 if the gradient norm was not finite); of a mixture of experts also ``aux_loss_sum``.
     """
     reports: list[dict[str, Tensor]] = []
+    balance, is_mixture = LoadBalance(), role.config.model.num_experts is not None
     parts = micro_batches(batch, **split)
 
     def on_output(micro_batch: Batch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -119,10 +146,15 @@ def train_minibatch(role: Role, batch: Batch, loss: Loss, **split: Unpack[Split]
         reports.append({**stats, "loss_sum": numerator.detach().clone(), "loss_count": count})
         return numerator, count.int(), {}
 
+    def around(micro_batch: Batch) -> AbstractContextManager[None]:
+        if not is_mixture:
+            return nullcontext()
+        return balance.watch(micro_batch["response_mask"], weights=loss.sequence_weights(micro_batch))
+
     with role.training():
-        _run_schedule(role, [part.take(batch) for part in parts], on_output, forward_only=False)
+        _run_schedule(role, [part.take(batch) for part in parts], on_output, forward_only=False, around=around)
         sums = {name: torch.stack([report[name].double() for report in reports]).sum() for name in reports[0]}
-        result = sum_over_ranks(sums)
+        result = sum_over_ranks(sums | balance.sums())
         updated, grad_norm = (True, 0.0) if result["loss_count"] == 0 else role.step()
     return {**result, "grad_norm": grad_norm, "skipped": float(not updated)}
 
@@ -130,20 +162,20 @@ def train_minibatch(role: Role, batch: Batch, loss: Loss, **split: Unpack[Split]
 def supervised_loss(*, vocab_size: int) -> Loss:
     """Cross-entropy of the response tokens, token mean."""
 
-    def loss(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(logits: Tensor, batch: Batch) -> LossTerms:
         token_log_probs = log_probs_from_logits(
             logits[:, :-1], batch["tokens"][:, 1:], temperature=1.0, vocab_size=vocab_size
         )
         return *losses.aggregate(-token_log_probs, mask=batch["response_mask"], mode="token_mean"), {}
 
-    return loss
+    return Loss(loss, "token_mean")
 
 
 def policy_loss(settings: AlgoConfig, *, temperature: float, vocab_size: int, kl_coef: float) -> Loss:
     """Clipped PPO objective, minus the entropy bonus, plus KL to the reference where it is a loss."""
     kl = settings.kl
 
-    def loss(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(logits: Tensor, batch: Batch) -> LossTerms:
         mask = batch["response_mask"]
         token_log_probs, entropy = log_probs_and_entropy(
             logits[:, :-1], batch["tokens"][:, 1:], temperature=temperature, vocab_size=vocab_size
@@ -171,13 +203,13 @@ def policy_loss(settings: AlgoConfig, *, temperature: float, vocab_size: int, kl
         stats["tokens"] = mask.sum()
         return *losses.aggregate(per_token, mask=mask, mode=settings.loss_aggregation), stats
 
-    return loss
+    return Loss(loss, settings.loss_aggregation)
 
 
 def value_loss(settings: AlgoConfig) -> Loss:
     """Clipped squared error of the values before each response token."""
 
-    def loss(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(output: Tensor, batch: Batch) -> LossTerms:
         mask = batch["response_mask"]
         per_token, stats = losses.value_loss(
             output.squeeze(-1)[:, :-1],
@@ -189,4 +221,4 @@ def value_loss(settings: AlgoConfig) -> Loss:
         stats["tokens"] = mask.sum()
         return *losses.aggregate(per_token, mask=mask, mode=settings.loss_aggregation), stats
 
-    return loss
+    return Loss(loss, settings.loss_aggregation)

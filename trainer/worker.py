@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,15 +102,19 @@ def _as_on_node_0(job: Job) -> Job:
 
 
 def export(parts: LoopRun, folder: Path | None) -> None:
-    """Write the actor as a Hugging Face folder; on ranks that give no folder it is awake meanwhile."""
+    """Write the actor as a Hugging Face folder; ranks that give no folder contribute their experts."""
     from trainer.models.build import named_tensors
     from trainer.models.hf_files import save_hf
+    from trainer.models.moe import with_all_experts
     from trainer.role import FORWARD
 
     with parts.actor.awake(kinds=FORWARD):
-        if folder is not None:
-            model, tokenizer = parts.actor.config.model, parts.prompts.tokenizer
-            save_hf(named_tensors(parts.actor.chunks), model=model, tokenizer=tokenizer, folder=folder)
+        model, tokenizer = parts.actor.config.model, parts.prompts.tokenizer
+        named = with_all_experts(named_tensors(parts.actor.chunks), model=model)
+        if folder is None:
+            deque(named, maxlen=0)
+        else:
+            save_hf(named, model=model, tokenizer=tokenizer, folder=folder)
 
 
 def starting_points(config: Config) -> dict[str, str]:
@@ -138,8 +143,10 @@ def build(config: Config, phases: Phases) -> LoopRun:
     from trainer.loop import Run
     from trainer.memory.arena import HostArenas
     from trainer.memory.saver import make_saver
+    from trainer.models.build import named_tensors
     from trainer.models.hf_bridge import from_hf
     from trainer.models.hf_files import SafetensorsFolder
+    from trainer.models.moe import OfThisRank
     from trainer.role import Role
     from trainer.rollout.hf import HfEngine
     from trainer.tokenizer import load_tokenizer
@@ -165,8 +172,9 @@ def build(config: Config, phases: Phases) -> LoopRun:
             arenas=arenas,
         )
         if name in paths:
-            state = SafetensorsFolder(Path(paths[name]))
-            roles[name].load_weights(from_hf(state, model=roles[name].config.model, value_head=name == "critic"))
+            role, state = roles[name], SafetensorsFolder(Path(paths[name]))
+            weights = from_hf(state, model=role.config.model, value_head=name == "critic")
+            role.load_weights(OfThisRank(weights, dict(named_tensors(role.chunks))))
         roles[name].sleep()  # before the next one is built, so that one at a time has to fit
     engine = HfEngine(
         roles["actor"].config.model, config.rollout, tokenizer=tokenizer, saver=saver, observer=phases.observe

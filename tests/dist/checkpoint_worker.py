@@ -84,14 +84,16 @@ def _run(case: Case) -> dict[str, Any]:
 
 
 def _check_ranks_agree(run: Any) -> None:
-    """Every data-parallel rank holds the same weights under every tag."""
+    """Every data-parallel rank holds the same weights under every tag, and together they hold the same experts."""
     from trainer.models.build import named_tensors
+    from trainer.models.moe import with_all_experts
     from trainer.role import FORWARD
 
     for role in run.roles.values():
         for tag in role.backuper.backup_tags if role.backuper else (role.name,):
             with role.awake(kinds=FORWARD, tag=tag):
-                found = b"".join(bytes(t.detach().view(torch.uint8).flatten().numpy()) for _, t in named_tensors(role.chunks))
+                whole = with_all_experts(named_tensors(role.chunks), model=role.config.model)
+                found = b"".join(bytes(t.detach().view(torch.uint8).flatten().numpy()) for _, t in whole)
             digests: list[Any] = [None] * distributed.get_world_size()
             distributed.all_gather_object(digests, hashlib.sha256(found).hexdigest())
             assert len(set(digests)) == 1, (role.name, tag)

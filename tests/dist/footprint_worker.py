@@ -20,6 +20,7 @@ from trainer.tokenizer import load_tokenizer
 
 NO_DISTRIBUTED = tuple(f"roles.{role}.ddp.use_distributed_optimizer=false" for role in ("actor", "critic"))
 ODD = ("model.hidden_size=40", "model.ffn_size=50", "model.layers=3")  # nothing is a multiple of an alignment
+EXPERTS = ("model.num_experts=5", "model.num_experts_per_tok=2")
 CASES: dict[str, tuple[str, ...]] = {
     "lean": (),
     "full": ("memory=full",),
@@ -30,6 +31,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "qkv_bias": ("model.qkv_bias=true", "model.kv_heads=4", *ODD),
     "qk_norm": ("model.qk_norm=true", "model.kv_heads=1"),
     "fp32": ("model.dtype=fp32", *ODD),
+    "mixtral": (*EXPERTS, *ODD),
+    "qwen3_moe": (*EXPERTS, "model.qk_norm=true"),
     "no_distributed": (*NO_DISTRIBUTED, *ODD),
     "fp32_no_distributed": (*NO_DISTRIBUTED, "model.dtype=fp32"),
     "sharded": ("memory.tags=sharded",),
@@ -39,7 +42,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "sharded_buckets": (*OVERLAP, "memory.tags=sharded", *ODD),
     "odd_buckets": (*OVERLAP, *ODD),
 }
-ENGINE_CASES = ("lean", "tied", "qkv_bias", "qk_norm", "fp32")
+ENGINE_CASES = ("lean", "tied", "qkv_bias", "qk_norm", "fp32", "mixtral", "qwen3_moe")
 SMALL_BUCKET = 20_000
 
 

@@ -16,7 +16,7 @@ LAYERS = [
     ["trainer.tasks", "trainer.algo", "trainer.report.units", "trainer.report.records"],
     ["trainer.launch_environment", "trainer.objectives", "trainer.nodes", "trainer.preemption"],
     ["trainer.tokenizer", "trainer.limits", "trainer.memory_rules", "trainer.speed_rules", "trainer.hf_architecture"],
-    ["trainer.rules"],
+    ["trainer.rules", "trainer.moe_rules"],
     ["trainer.config"],
     [
         "trainer.plan",

@@ -34,6 +34,7 @@ from trainer.role import FORWARD, Role
 
 MIB = 1 << 20
 MEDIUM = ("model.layers=2", "model.hidden_size=512", "model.ffn_size=1536")  # 6M parameters, 100 MB awake
+EXPERTS = ("model.num_experts=4", "model.num_experts_per_tok=2")
 NO_DISTRIBUTED_OPTIMIZER = "roles.actor.ddp.use_distributed_optimizer=false"
 
 
@@ -439,7 +440,7 @@ def tensors_alive():
 
 
 @pytest.mark.parametrize("name", ["actor", "critic"])
-@pytest.mark.parametrize("overrides", [(), ("model.dtype=fp32",)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("overrides", [(), ("model.dtype=fp32",), EXPERTS], ids=["bf16", "fp32", "experts"])
 def test_every_tensor_of_a_sleeping_role_is_in_a_region_or_a_backup(name, overrides):
     """With a 64 KiB bound, as befits the size of the model; most weights, moments and the rotary cache are above."""
     before = {tensor.untyped_storage().data_ptr() for tensor in tensors_alive()}

@@ -33,6 +33,10 @@ MODEL = ModelConfig(
     qkv_bias=False,
     qk_norm=False,
     tie_embeddings=False,
+    num_experts=None,
+    num_experts_per_tok=None,
+    norm_topk_prob=True,
+    router_aux_loss_coef=0.0,
     init_std=0.02,
     dtype="fp32",
     attention_backend="sdpa",
@@ -266,7 +270,9 @@ def test_log_probs_equal_those_of_the_actor(make_engine):
     """What the training side computes from the same weights, in megatron-core and bf16."""
     model = dataclasses.replace(MODEL, dtype="bf16", init_std=0.2)
     engine = make_engine(model=model)
-    gpt = build_gpt(model, vocab_size=VOCABULARY, parallel=ParallelConfig(1, 1), seed=1, value_head=False)
+    gpt = build_gpt(
+        model, vocab_size=VOCABULARY, parallel=ParallelConfig(tp=1, pp=1, expert=1), seed=1, value_head=False
+    )
     engine.sleep()
     engine.wake_up(to_hf(named_tensors([SimpleNamespace(module=gpt)]), model=model))
     assert not any(parameter.requires_grad for parameter in engine.model.parameters())

@@ -2,15 +2,16 @@
 
     <role>_weights.safetensors           every tensor a forward pass reads, as the last step left it
     <role>_weights_<tag>.safetensors     further tags of the weights backuper (the reference model)
+    <role>_weights[_<tag>].rank_<n>.safetensors   what rank n holds of them and no lower rank does (parallel.expert)
     <role>_optimizer_<rank>.safetensors  ``main/``, ``exp_avg/``, ``exp_avg_sq/`` + parameter name: this rank's share of
                                          the flattened parameter; the header says where in it the share starts
     tokenizer/                           the run's tokenizer, a Hugging Face folder
 
 Random draws are keyed by (seed, purpose, step, rank), so no generator state is kept. Shares are found by parameter name
-and position, so a checkpoint can be loaded with another number of ranks, with or without the distributed optimizer, and
-under any memory policy. Simplifies megatron-core's dist_checkpointing: one file per rank, no tensor or pipeline
-parallelism. Saving blocks the run while one role at a time is written; with ``checkpoint.async_save`` it blocks while
-all of them are copied to host memory.
+and position, so a checkpoint can be loaded with another number of ranks, with experts spread over more or fewer ranks,
+with or without the distributed optimizer, and under any memory policy. Simplifies megatron-core's dist_checkpointing:
+one file per rank, no tensor or pipeline parallelism. Saving blocks the run while one role at a time is written; with
+``checkpoint.async_save`` it blocks while all of them are copied to host memory.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import distributed
 
 from trainer import optimizer as optimizers
@@ -34,7 +35,10 @@ from trainer.checkpoint import folder
 from trainer.checkpoint.folder import Manifest
 from trainer.checkpoint.writing import BackgroundWriter, File, SaveError, on_every_rank, on_rank_0, write_bytes
 from trainer.config import Config, to_plain
+from trainer.distributed import data_parallel_rank
 from trainer.models.build import named_tensors
+from trainer.models.hf_files import SafetensorsFiles
+from trainer.models.moe import OfThisRank, is_expert
 from trainer.optimizer import Share
 from trainer.preemption import STOP_FILE
 from trainer.role import Role
@@ -184,19 +188,35 @@ def _files(roles: Roles) -> Generator[list[File], None, None]:
         with role.readable() as (weights, shares):
             tensors = {f"{kind}/{share.name}": tensor for share in shares for kind, tensor in share.tensors.items()}
             starts = {"starts": json.dumps({share.name: share.start for share in shares})}
-            files = [
-                File(f"{role.name}_optimizer_{rank}.safetensors", tensors, starts),
-                File(f"{role.name}_weights.safetensors", _on_one_rank(weights), {}),
-            ]
+            sets = {"": weights}
             for tag in _further_tags(role):
                 assert role.backuper is not None
-                files.append(File(f"{role.name}_weights_{tag}.safetensors", _on_one_rank(role.backuper.get(tag)), {}))
-            yield files if rank == 0 else files[:1]
+                sets[f"_{tag}"] = role.backuper.get(tag)
+            of_weights = [_weights_file(f"{role.name}_weights{tag}", found) for tag, found in sets.items()]
+            yield [
+                File(f"{role.name}_optimizer_{rank}.safetensors", tensors, starts),
+                *(file for file in of_weights if file.tensors),
+            ]
 
 
-def _on_one_rank(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Weights, which are the same on all ranks: all of them on rank 0, none elsewhere. Collective."""
-    return {name: tensor for name, tensor in weights.items() if distributed.get_rank() == 0}
+def _weights_file(name: str, weights: Mapping[str, torch.Tensor]) -> File:
+    """What this rank writes of ``weights``: the tensors that no lower rank holds too. Collective."""
+    rank = distributed.get_rank()
+    kept = {key: tensor for key, tensor in weights.items() if _is_first_with(key)}
+    return File(f"{name}.safetensors" if rank == 0 else f"{name}.rank_{rank}.safetensors", kept, {})
+
+
+def _is_first_with(name: str) -> bool:
+    """Whether this is the first of the ranks that hold the tensor."""
+    return (parallel_state.get_expert_data_parallel_rank() if is_expert(name) else data_parallel_rank()) == 0
+
+
+def _read_weights(checkpoint: Path, *, name: str, own: Mapping[str, torch.Tensor]) -> OfThisRank:
+    """This rank's tensors out of what all ranks saved under ``name``, read when they are asked for."""
+    weights = SafetensorsFiles([checkpoint / f"{name}.safetensors", *checkpoint.glob(f"{name}.rank_*.safetensors")])
+    mine = OfThisRank(weights, own)
+    assert mine.keys() == own.keys(), f"{checkpoint}/{name} and the model differ in {mine.keys() ^ own.keys()}"
+    return mine
 
 
 def _further_tags(role: Role) -> list[str]:
@@ -206,9 +226,7 @@ def _further_tags(role: Role) -> list[str]:
 def _read(role: Role, checkpoint: Path, *, optimizer_step: int) -> None:
     """Load an awake role: the weights first, whose loading makes fp32 main params of them, then the saved state."""
     own = dict(named_tensors(role.chunks))
-    weights = load_file(checkpoint / f"{role.name}_weights.safetensors")
-    assert weights.keys() == own.keys(), f"{checkpoint} and the {role.name} differ in {weights.keys() ^ own.keys()}"
-    role.load_weights(weights)
+    role.load_weights(_read_weights(checkpoint, name=f"{role.name}_weights", own=own))
     files = sorted(checkpoint.glob(f"{role.name}_optimizer_*.safetensors"))
     shares = list(optimizers.shares(role.optimizer, own))
     filled = {share.name: 0 for share in shares}
@@ -224,8 +242,9 @@ def _read(role: Role, checkpoint: Path, *, optimizer_step: int) -> None:
     optimizers.set_step_count(role.optimizer, optimizer_step)
     prefix = f"{role.name}_weights_"
     for path in sorted(checkpoint.glob(f"{prefix}*.safetensors")):
-        assert role.backuper is not None
-        role.backuper.put(path.stem.removeprefix(prefix), load_file(path))
+        if "." not in path.stem:
+            assert role.backuper is not None
+            role.backuper.put(path.stem.removeprefix(prefix), _read_weights(checkpoint, name=path.stem, own=own))
 
 
 @torch.no_grad()

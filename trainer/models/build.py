@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch.nn import functional
@@ -25,6 +26,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from trainer.config import DdpConfig, ModelConfig, ParallelConfig
 from trainer.hf_architecture import rope_parameters
+from trainer.models import moe
 from trainer.models.layers import RmsNorm, ValueHead, core_attention
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -62,11 +64,12 @@ def transformer_config(model: ModelConfig, *, parallel: ParallelConfig) -> Trans
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **moe.transformer_settings(model, expert_parallel=parallel.expert),
     )
 
 
 def _block_spec(model: ModelConfig) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(num_experts=model.num_experts, qk_layernorm=model.qk_norm, normalization="RMSNorm")
     parts: Any = layer.submodules
     parts.input_layernorm = RmsNorm
     parts.pre_mlp_layernorm = RmsNorm
@@ -100,6 +103,7 @@ def build_gpt(
     )
     if model.rope_scaling is not None:  # Megatron's own rope_scaling knows only one of its four numbers
         gpt.rotary_pos_emb.inv_freq = _scaled_inverse_frequencies(model)
+    moe.finish(gpt, model, seed=seed)
     if value_head:
         gpt.output_layer = ValueHead(config)  # type: ignore[assignment]
     return gpt.to(torch.cuda.current_device())
@@ -145,11 +149,16 @@ def named_tensors(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor a model reads in a forward pass: parameters, buffers, and tensors kept as plain attributes.
 
     Megatron keeps rotary tables as plain attributes, which ``state_dict`` does not see. Names carry the chunk's
-    number, so that those of two chunks never collide. Tied tensors come once.
+    number, so that those of two chunks never collide; experts have their number in the whole model. Tied tensors come
+    once.
     """
     seen: set[int] = set()
+    first_expert = 0
     for index, chunk in enumerate(chunks):
         for module_name, module in chunk.module.named_modules():
+            if isinstance(module, MoELayer):
+                first_expert = module.local_expert_indices[0]
+            module_name = moe.global_name(module_name, first_expert=first_expert)
             for attributes in (module._parameters, module._buffers, vars(module)):
                 for name, tensor in attributes.items():
                     if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:

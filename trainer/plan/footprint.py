@@ -8,7 +8,7 @@ the allocator's rounding to 2 MiB segments. All workers run on one node. A rank'
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.config import Config
@@ -16,9 +16,9 @@ from trainer.plan import NO_BUFFER, Plan, PlanRow, make_plan
 from trainer.plan.layout import (
     ALIGNMENT_BYTES,
     ITEM_BYTES,
-    BufferLayout,
+    Buffer,
     Parameter,
-    buffer_layouts,
+    buffers_of,
     default_bucket_size,
     optimizer_elements,
     parameters,
@@ -38,7 +38,7 @@ class RoleBytes:
         kinds: buffer kind of :mod:`trainer.plan` -> device bytes while awake.
         main_params: the part of ``optim`` that holds main params.
         tag: host bytes of one weights tag.
-        weights: of all tensors that a forward pass reads.
+        weights: of all tensors that a forward pass reads, those of experts on other ranks included.
         own_main: of the fp32 parameters that are their own main params, and so not in ``optim``.
     """
 
@@ -155,23 +155,24 @@ def role_bytes(config: Config, role: str, *, vocab_size: int, bucket_size: int |
     ddp, model = config.roles[role].ddp, config.roles[role].model
     data_parallel = config.data_parallel_size
     found = parameters(model, vocab_size=vocab_size, value_head=role == "critic", parallel=config.parallel)
-    layouts = buffer_layouts(
+    buffers = buffers_of(
         found,
         ddp=ddp,
         data_parallel=data_parallel,
+        expert_parallel=config.parallel.expert,
         bucket_size=bucket_size or default_bucket_size(ddp, data_parallel=data_parallel),
     )
     optimizer, main_params = optimizer_elements(
-        layouts, distributed_optimizer=ddp.use_distributed_optimizer, data_parallel=data_parallel
+        buffers, distributed_optimizer=ddp.use_distributed_optimizer, data_parallel=data_parallel
     )
     table = rotary_table_bytes(model)
     return RoleBytes(
         parameter_count=sum(parameter.size for parameter in found),
-        kinds=_kinds(found, layouts, distributed_optimizer=ddp.use_distributed_optimizer, table=table)
+        kinds=_kinds(found, buffers, distributed_optimizer=ddp.use_distributed_optimizer, table=table)
         | {"optim": optimizer * ITEM_BYTES["fp32"]},
         main_params=main_params * ITEM_BYTES["fp32"],
-        tag=tag_bytes(found, layouts, table_bytes=table, data_parallel=_ranks_that_share_tags(config)),
-        weights=table + sum(parameter.size_bytes for parameter in found),
+        tag=tag_bytes(found, buffers, table_bytes=table, data_parallel=_ranks_that_share_tags(config)),
+        weights=table + sum(p.size_bytes * (config.parallel.expert if p.is_spread else 1) for p in found),
         own_main=0
         if ddp.use_distributed_optimizer
         else sum(parameter.size_bytes for parameter in found if parameter.dtype == "fp32"),
@@ -183,12 +184,12 @@ def _ranks_that_share_tags(config: Config) -> int | None:
 
 
 def _kinds(
-    found: tuple[Parameter, ...], layouts: dict[str, BufferLayout], *, distributed_optimizer: bool, table: int
+    found: tuple[Parameter, ...], buffers: tuple[Buffer, ...], *, distributed_optimizer: bool, table: int
 ) -> dict[str, int]:
-    buffers = sum(layout.size * ITEM_BYTES[dtype] for dtype, layout in layouts.items())
+    param = sum(buffer.layout.size * ITEM_BYTES[buffer.dtype] for buffer in buffers)
     return {
-        "param": buffers if distributed_optimizer else 0,
-        "grad": sum(layout.size for layout in layouts.values()) * ITEM_BYTES["fp32"],
+        "param": param if distributed_optimizer else 0,
+        "grad": sum(buffer.layout.size for buffer in buffers) * ITEM_BYTES["fp32"],
         "rest": table + (0 if distributed_optimizer else sum(parameter.size_bytes for parameter in found)),
     }
 
@@ -253,9 +254,9 @@ def _awake_for_forward(plan: Plan, row: PlanRow) -> bool:
 
 
 def _engine_holding(config: Config, *, vocab_size: int) -> Holding:
-    """transformers' model: the actor's parameters and the rotary table, which it keeps twice."""
+    """transformers' model, whole on every rank: the actor's parameters and the rotary table, which it keeps twice."""
     model = config.roles["actor"].model
-    found = parameters(model, vocab_size=vocab_size, value_head=False, parallel=config.parallel)
+    found = parameters(model, vocab_size=vocab_size, value_head=False, parallel=replace(config.parallel, expert=1))
     size = sum(parameter.size_bytes for parameter in found) + 2 * rotary_table_bytes(model)
     return Holding(
         ENGINE,

@@ -27,11 +27,12 @@ def round_up(value: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class Parameter:
-    """``size`` elements of ``dtype`` (``bf16`` or ``fp32``)."""
+    """``size`` elements of ``dtype`` (``bf16`` or ``fp32``); ``is_spread``: other ranks have other experts instead."""
 
     name: str
     size: int
     dtype: str
+    is_spread: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -46,7 +47,7 @@ def parameters(
     ``vocab_size``: entries of the tokenizer; a checkpoint's embedding may have more rows.
     """
     assert parallel.tp == parallel.pp == 1, "shares of a rank are not counted yet"
-    hidden, ffn = model.hidden_size, model.ffn_size
+    hidden = model.hidden_size
     head_dim, vocab_size = model.head_dim, model.embedding_rows(vocab_size)
     qkv = (model.heads + 2 * model.kv_heads) * head_dim
     layer = {
@@ -56,8 +57,7 @@ def parameters(
         **({"self_attention.linear_qkv.bias": qkv} if model.qkv_bias else {}),
         **({f"self_attention.{name}_layernorm.weight": head_dim for name in "qk"} if model.qk_norm else {}),
         "pre_mlp_layernorm.weight": hidden,
-        "mlp.linear_fc1.weight": 2 * ffn * hidden,
-        "mlp.linear_fc2.weight": hidden * ffn,
+        **_mlp_sizes(model, expert_parallel=parallel.expert),
     }
     sizes = {"embedding.word_embeddings.weight": vocab_size * hidden}
     for index in range(model.layers):
@@ -65,10 +65,24 @@ def parameters(
     sizes["decoder.final_layernorm.weight"] = hidden
     if not (value_head or model.tie_embeddings):
         sizes["output_layer.weight"] = vocab_size * hidden
-    found = [Parameter(name, size, model.dtype) for name, size in sizes.items()]
+    spread = parallel.expert > 1
+    found = [Parameter(name, size, model.dtype, spread and ".experts." in name) for name, size in sizes.items()]
     if value_head:
         found.append(Parameter("output_layer.weight", hidden, "fp32"))
     return tuple(found)
+
+
+def _mlp_sizes(model: ModelConfig, *, expert_parallel: int) -> dict[str, int]:
+    """Of one layer's MLP, or router and experts (of the first rank; all have equally many)."""
+    weights = {"linear_fc1.weight": 2 * model.ffn_size * model.hidden_size}
+    weights["linear_fc2.weight"] = model.hidden_size * model.ffn_size
+    if model.num_experts is None:
+        return {f"mlp.{name}": size for name, size in weights.items()}
+    experts = range(model.num_experts // expert_parallel)
+    return {
+        "mlp.router.weight": model.num_experts * model.hidden_size,
+        **{f"mlp.experts.{index}.{name}": size for index in experts for name, size in weights.items()},
+    }
 
 
 def rotary_table_bytes(model: ModelConfig) -> int:
@@ -130,50 +144,68 @@ def buffer_layout(
     return BufferLayout(tuple(spans), tuple(buckets))
 
 
-def buffer_layouts(
-    found: Sequence[Parameter], *, ddp: DdpConfig, data_parallel: int, bucket_size: int | None
-) -> dict[str, BufferLayout]:
-    """One buffer per dtype."""
-    return {
-        dtype: buffer_layout(
-            [parameter.size for parameter in found if parameter.dtype == dtype],
-            data_parallel=data_parallel,
+@dataclass(frozen=True)
+class Buffer:
+    """A DDP buffer. ``expert_parallel``: so many neighbouring data-parallel ranks have other experts in it, cut alike;
+    1: all data-parallel ranks have the same."""
+
+    dtype: str
+    layout: BufferLayout
+    expert_parallel: int = 1
+
+    def shards(self, data_parallel: int) -> list[list[int]]:
+        """As :meth:`BufferLayout.shards`, per rank of all ``data_parallel`` ones."""
+        shards = self.layout.shards(data_parallel // self.expert_parallel)
+        return [shards[rank // self.expert_parallel] for rank in range(data_parallel)]
+
+
+def buffers_of(
+    found: Sequence[Parameter], *, ddp: DdpConfig, data_parallel: int, expert_parallel: int, bucket_size: int | None
+) -> tuple[Buffer, ...]:
+    """One buffer per dtype for what all ranks hold, and one for their experts, where each rank has its own."""
+    buffers = []
+    for dtype, is_spread in dict.fromkeys((parameter.dtype, parameter.is_spread) for parameter in found):
+        spread = expert_parallel if is_spread else 1
+        layout = buffer_layout(
+            [parameter.size for parameter in found if (parameter.dtype, parameter.is_spread) == (dtype, is_spread)],
+            data_parallel=data_parallel // spread,
             distributed_optimizer=ddp.use_distributed_optimizer,
             bucket_size=bucket_size,
         )
-        for dtype in dict.fromkeys(parameter.dtype for parameter in found)
-    }
+        buffers.append(Buffer(dtype, layout, spread))
+    return tuple(buffers)
 
 
 def tag_bytes(
-    found: Sequence[Parameter], layouts: dict[str, BufferLayout], *, table_bytes: int, data_parallel: int | None
+    found: Sequence[Parameter], buffers: Sequence[Buffer], *, table_bytes: int, data_parallel: int | None
 ) -> int:
     """Host bytes of one weights tag on the rank that holds most; ``data_parallel``: ranks that share it, None if none
     do. The rotary table (``table_bytes``) is never shared."""
     if data_parallel is None:
         return sum(round_up(size, ALIGNMENT_BYTES) for size in (table_bytes, *(p.size_bytes for p in found)))
     held = [round_up(table_bytes, ALIGNMENT_BYTES)] * data_parallel
-    for dtype, layout in layouts.items():
-        for rank, pieces in enumerate(layout.shards(data_parallel)):
-            held[rank] += sum(round_up(piece * ITEM_BYTES[dtype], ALIGNMENT_BYTES) for piece in pieces)
+    for buffer in buffers:
+        for rank, pieces in enumerate(buffer.shards(data_parallel)):
+            held[rank] += sum(round_up(piece * ITEM_BYTES[buffer.dtype], ALIGNMENT_BYTES) for piece in pieces)
     return max(held)
 
 
 def optimizer_elements(
-    layouts: dict[str, BufferLayout], *, distributed_optimizer: bool, data_parallel: int
+    buffers: Sequence[Buffer], *, distributed_optimizer: bool, data_parallel: int
 ) -> tuple[int, int]:
-    """(elements of the flat optimizer state, of its part that holds main params) on the rank that holds most.
+    """(elements of the flat optimizer state, of its part that holds main params) on the data-parallel rank that holds
+    most.
 
     Without the distributed optimizer every rank holds everything, and an fp32 parameter is its own main param.
     """
     unit = ALIGNMENT_BYTES // ITEM_BYTES["fp32"]
     main, moments = [0] * data_parallel, [0] * data_parallel
-    for dtype, layout in layouts.items():
-        whole = [end - start for start, end in layout.spans]
-        ranks = layout.shards(data_parallel) if distributed_optimizer else [whole] * data_parallel
+    for buffer in buffers:
+        whole = [end - start for start, end in buffer.layout.spans]
+        ranks = buffer.shards(data_parallel) if distributed_optimizer else [whole] * data_parallel
         for rank, pieces in enumerate(ranks):
             aligned = sum(round_up(piece, unit) for piece in pieces)
             moments[rank] += 2 * aligned
-            if distributed_optimizer or dtype != "fp32":
+            if distributed_optimizer or buffer.dtype != "fp32":
                 main[rank] += aligned
     return max((main[rank] + moments[rank], main[rank]) for rank in range(data_parallel))
