@@ -159,8 +159,18 @@ class MemoryConfig(Section):
 
 @dataclass
 class ParallelConfig(Section):
+    """Ranks that hold one model together: ``tp`` share every layer (and, between layers, the sequence), ``pp`` have a
+    stage of layers each, cut into ``vpp`` chunks that take turns. ``cp``: ranks per sequence."""
+
     tp: int
     pp: int
+    vpp: int
+    cp: int
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that work on one sequence."""
+        return self.tp * self.pp * self.cp
 
 
 @dataclass
@@ -295,7 +305,7 @@ class Config(Section):
 
     @property
     def data_parallel_size(self) -> int:
-        return self.launch.nproc // (self.parallel.tp * self.parallel.pp)
+        return self.launch.nproc // self.parallel.model_ranks
 
 
 def register() -> None:

@@ -48,6 +48,8 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "optimizer.clip_grad": (0, None),
     "parallel.tp": (1, None),
     "parallel.pp": (1, None),
+    "parallel.vpp": (1, None),
+    "parallel.cp": (1, None),
     "rollout.temperature": (1e-3, None),
     "rollout.top_p": (1e-3, 1),
     "rollout.max_prompt_tokens": (1, None),

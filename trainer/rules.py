@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class
 
-from trainer import limits
+from trainer import limits, parallel_rules
 from trainer.hf_architecture import FIXED, architecture_of
 from trainer.tokenizer import check_vocab_size
 
@@ -51,9 +51,8 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     check_flags_against_sources(config)
     check_main_params_source(config)
     check_overlap(config)
-    check_parallel_support(config)
-    check_world_size(config)
     check_model_shapes(config)
+    parallel_rules.check_parallel(config)
     check_checkpoints(config)
     check_batch_sizes(config)
     check_lengths(config)
@@ -191,22 +190,6 @@ def check_overlap(config: Config) -> None:
             )
 
 
-def check_parallel_support(config: Config) -> None:
-    for name in ("tp", "pp"):
-        value = getattr(config.parallel, name)
-        if value != 1:
-            raise ValueError(f"parallel.{name}={value}: only parallel.{name}=1 is supported yet")
-
-
-def check_world_size(config: Config) -> None:
-    tp, pp, nproc = config.parallel.tp, config.parallel.pp, config.launch.nproc
-    if nproc % (tp * pp):
-        raise ValueError(
-            f"launch.nproc={nproc} is no multiple of parallel.tp * parallel.pp = {tp} * {pp} = {tp * pp}: "
-            f"use launch.nproc={tp * pp * max(1, nproc // (tp * pp))} or other parallel sizes"
-        )
-
-
 def _model_key(config: Config, role: str, field: str) -> str:
     """The override that changes the setting: the top-level one as long as the role agrees with it."""
     shared = getattr(config.model, field) == getattr(config.roles[role].model, field)
@@ -215,7 +198,7 @@ def _model_key(config: Config, role: str, field: str) -> str:
 
 def check_model_shapes(config: Config) -> None:
     for role, role_config in config.roles.items():
-        model, name, tp = role_config.model, f"roles.{role}.model", config.parallel.tp
+        model, name = role_config.model, f"roles.{role}.model"
         if model.head_size is not None and model.head_size % 2:
             raise ValueError(
                 f"{name}.head_size={model.head_size} is odd, and rotary positions turn pairs: use "
@@ -232,14 +215,6 @@ def check_model_shapes(config: Config) -> None:
             raise ValueError(
                 f"{name}.heads={model.heads} is no multiple of {name}.kv_heads={model.kv_heads}: "
                 f"use {_model_key(config, role, 'kv_heads')}={' or '.join(map(str, fits))}"
-            )
-        shared = [n for n in (model.heads, model.kv_heads, model.ffn_size) if n % tp]
-        if shared:
-            sizes = range(1, model.heads + 1)
-            fits = [n for n in sizes if not any(s % n for s in (model.heads, model.kv_heads, model.ffn_size))]
-            raise ValueError(
-                f"parallel.tp={tp} does not divide {name}.heads={model.heads}, kv_heads={model.kv_heads} and "
-                f"ffn_size={model.ffn_size}; these do: parallel.tp={', '.join(map(str, fits))}"
             )
 
 

@@ -9,6 +9,9 @@ A batch is a mapping of tensors with equal first dimension n (sequences of this 
 
 Losses are sums over tokens (or sequences) with their count; Megatron divides the summed gradients by the count over
 all micro-batches and ranks, so no split changes a mean.
+
+Ranks that hold the model together pass the same batch and get the same results. Logits stay split among tensor-parallel
+ranks, [n, s, v / tp]; outputs exist on the last pipeline stage, which hands what was made of them to the others.
 """
 
 from __future__ import annotations
@@ -18,14 +21,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.nn import functional
 
 from trainer.algo import losses
 from trainer.algo.kl import kl_estimate
 from trainer.algo.log_probs import log_probs_and_entropy, log_probs_from_logits
 from trainer.algo.masked import zero_padding
 from trainer.config import AlgoConfig
-from trainer.distributed import sum_over_ranks
+from trainer.distributed import (
+    from_last_stage,
+    is_last_stage,
+    sum_over_ranks,
+    tensor_parallel_group,
+    tensors_from_last_stage,
+)
 from trainer.role import FORWARD, Role
 
 Batch = Mapping[str, Tensor]
@@ -45,37 +55,52 @@ def _micro_batches(batch: Batch, size: int) -> list[dict[str, Tensor]]:
 def _run_schedule(
     role: Role, micro_batches: list[dict[str, Tensor]], on_output: Callable[..., Any], *, forward_only: bool
 ) -> list[Any]:
-    """Megatron's forward(-backward) over the micro-batches; what ``on_output`` reports of each, in order."""
+    """Megatron's forward(-backward) over the micro-batches; what ``on_output`` reports of each, in order, on the last
+    pipeline stage (elsewhere nothing)."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    rows, length = micro_batches[0]["tokens"].shape
+    tensor_ranks = tensor_parallel_group().size()
+    padding = -length % tensor_ranks  # sequence parallel: each rank takes an equal part of the columns
 
     def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
-        tokens = micro_batch["tokens"]
+        tokens = functional.pad(micro_batch["tokens"], (0, padding))
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return model(tokens, positions, None), partial(on_output, micro_batch)
+        return model(tokens, positions, None), partial(on_columns, micro_batch)
 
-    rows, length = micro_batches[0]["tokens"].shape
-    return get_forward_backward_func()(
+    def on_columns(micro_batch: Batch, output: Tensor, **options: bool) -> Any:
+        return on_output(micro_batch, output[:, :length], **options)
+
+    iterators = [iter(micro_batches) for _ in role.chunks]
+    reported = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(micro_batches),
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=role.chunks,
         num_microbatches=len(micro_batches),
-        seq_length=length,
+        seq_length=length + padding,
         micro_batch_size=rows,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+    for chunk in role.chunks:
+        chunk.module.set_input_tensor(None)  # the last micro-batch's, from the stage before, would outlive a sleep
+    return reported
 
 
-def _forward(role: Role, batch: Batch, reduce: Callable[[Tensor, Batch], Any], *, micro_batch_size: int) -> list[Any]:
-    """Forward-only passes; ``reduce`` turns each output into small tensors before the next micro-batch runs."""
+def _forward(
+    role: Role, batch: Batch, reduce: Callable[[Tensor, Batch], tuple[Tensor, ...]], *, micro_batch_size: int
+) -> tuple[Tensor, ...]:
+    """Forward-only passes; ``reduce`` turns each output into small tensors before the next micro-batch runs. The same
+    tensors on every rank that holds a part of the model."""
     role.require(FORWARD)
 
     def on_output(micro_batch: Batch, output: Tensor, *, non_loss_data: bool) -> Any:
         return reduce(output, micro_batch)
 
     with torch.no_grad():
-        return _run_schedule(role, _micro_batches(batch, micro_batch_size), on_output, forward_only=True)
+        parts = _run_schedule(role, _micro_batches(batch, micro_batch_size), on_output, forward_only=True)
+    return tensors_from_last_stage(tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True)))
 
 
 def log_probs(
@@ -85,18 +110,27 @@ def log_probs(
 
     def reduce(logits: Tensor, micro_batch: Batch) -> tuple[Tensor, Tensor]:
         return log_probs_and_entropy(
-            logits[:, :-1], micro_batch["tokens"][:, 1:], temperature=temperature, vocab_size=vocab_size
+            logits[:, :-1],
+            micro_batch["tokens"][:, 1:],
+            temperature=temperature,
+            vocab_size=vocab_size,
+            group=_vocabulary_group(),
         )
 
-    parts = _forward(role, batch, reduce, micro_batch_size=micro_batch_size)
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    token_log_probs, entropy = _forward(role, batch, reduce, micro_batch_size=micro_batch_size)
+    return token_log_probs, entropy
 
 
 def values(role: Role, batch: Batch, *, micro_batch_size: int) -> Tensor:
     """Values [n, s] in fp32: column t is the value of the text up to and including tokens[:, t]."""
-    return torch.cat(
-        _forward(role, batch, lambda output, _: output.squeeze(-1).float(), micro_batch_size=micro_batch_size)
-    )
+    (found,) = _forward(role, batch, lambda output, _: (output.squeeze(-1).float(),), micro_batch_size=micro_batch_size)
+    return found
+
+
+def _vocabulary_group() -> distributed.ProcessGroup | None:
+    """The ranks that share each token's logits; None where one has them all."""
+    group = tensor_parallel_group()
+    return group if group.size() > 1 else None
 
 
 def train_minibatch(role: Role, batch: Batch, loss: Loss, *, micro_batch_size: int) -> dict[str, float]:
@@ -118,10 +152,16 @@ def train_minibatch(role: Role, batch: Batch, loss: Loss, *, micro_batch_size: i
 
     with role.training():
         _run_schedule(role, _micro_batches(batch, micro_batch_size), on_output, forward_only=False)
-        sums = {name: torch.stack([report[name].double() for report in reports]).sum() for name in reports[0]}
-        result = sum_over_ranks(sums)
+        result = from_last_stage(_summed(reports) if is_last_stage() else None)
         updated, grad_norm = (True, 0.0) if result["loss_count"] == 0 else role.step()
     return {**result, "grad_norm": grad_norm, "skipped": float(not updated)}
+
+
+def _summed(reports: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Over micro-batches and data-parallel ranks."""
+    return sum_over_ranks(
+        {name: torch.stack([report[name].double() for report in reports]).sum() for name in reports[0]}
+    )
 
 
 def supervised_loss(*, vocab_size: int) -> Loss:
@@ -129,7 +169,11 @@ def supervised_loss(*, vocab_size: int) -> Loss:
 
     def loss(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         token_log_probs = log_probs_from_logits(
-            logits[:, :-1], batch["tokens"][:, 1:], temperature=1.0, vocab_size=vocab_size
+            logits[:, :-1],
+            batch["tokens"][:, 1:],
+            temperature=1.0,
+            vocab_size=vocab_size,
+            group=_vocabulary_group(),
         )
         return *losses.aggregate(-token_log_probs, mask=batch["response_mask"], mode="token_mean"), {}
 
@@ -143,7 +187,11 @@ def policy_loss(settings: AlgoConfig, *, temperature: float, vocab_size: int, kl
     def loss(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         mask = batch["response_mask"]
         token_log_probs, entropy = log_probs_and_entropy(
-            logits[:, :-1], batch["tokens"][:, 1:], temperature=temperature, vocab_size=vocab_size
+            logits[:, :-1],
+            batch["tokens"][:, 1:],
+            temperature=temperature,
+            vocab_size=vocab_size,
+            group=_vocabulary_group(),
         )
         per_token, stats = losses.policy_loss(
             token_log_probs,

@@ -68,21 +68,24 @@ def run(job: Job) -> dict[str, Any]:
                 "platform": platform.describe(job.config),
                 "patches": ", ".join(line.partition(":")[0] for line in patch_lines),
             },
-            plan=plan_rows(footprint(job.config, vocab_size=parts.vocab_size)),
+            plan=plan_rows(footprint(job.config, vocab_size=parts.vocab_size, stage=0)),  # the writer's own
         )
     return result
 
 
 def export(parts: LoopRun, folder: Path | None) -> None:
-    """Write the actor as a Hugging Face folder; on ranks that give no folder it is awake meanwhile."""
-    from trainer.models.build import named_tensors
+    """Write the actor as a Hugging Face folder. Collective; ranks that give no folder only add their parts."""
     from trainer.models.hf_files import save_hf
+    from trainer.models.sharding import whole_tensors
     from trainer.role import FORWARD
 
     with parts.actor.awake(kinds=FORWARD):
+        weights = whole_tensors(parts.actor.chunks)
         if folder is not None:
             model, tokenizer = parts.actor.config.model, parts.prompts.tokenizer
-            save_hf(named_tensors(parts.actor.chunks), model=model, tokenizer=tokenizer, folder=folder)
+            save_hf(weights, model=model, tokenizer=tokenizer, folder=folder)
+        for _ in weights:
+            pass
 
 
 def starting_points(config: Config) -> dict[str, str]:
@@ -129,7 +132,7 @@ def build(config: Config, phases: Phases) -> LoopRun:
         )
         if name in paths:
             state = SafetensorsFolder(Path(paths[name]))
-            roles[name].load_weights(from_hf(state, model=roles[name].config.model, value_head=name == "critic"))
+            roles[name].load_whole_weights(from_hf(state, model=roles[name].config.model, value_head=name == "critic"))
         roles[name].sleep()  # before the next one is built, so that one at a time has to fit
     engine = HfEngine(
         roles["actor"].config.model, config.rollout, tokenizer=tokenizer, saver=saver, observer=phases.observe

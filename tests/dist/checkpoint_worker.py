@@ -34,6 +34,7 @@ def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
     for case in cases:
         patches.revert("cpu_saver")  # a fresh saver for each run
         patches.apply("cpu_saver")
+        platform.set_up_parallel_groups(case.config.parallel)
         with _largest_file(case.disk_bytes):
             results[case.name] = _run(case)
     return results

@@ -25,6 +25,7 @@ def run_matrix(payload: tuple[Mapping[str, Config], str | None]) -> dict[str, An
         if config.platform.name == "cpu":  # a fresh saver for each run
             patches.revert("cpu_saver")
             patches.apply("cpu_saver")
+        platform.set_up_parallel_groups(config.parallel)
         with FAULTS[fault]():
             results[name] = run_one(config)
     return results

@@ -75,7 +75,7 @@ def test_buckets_and_padding_of_megatrons_buffers():
 )
 def test_elements_of_the_flat_optimizer_state(distributed, dtype, expected):
     layout = buffer_layout([130, 100, 70], data_parallel=3, distributed_optimizer=distributed, bucket_size=200)
-    assert optimizer_elements({dtype: layout}, distributed_optimizer=distributed, data_parallel=3) == expected
+    assert optimizer_elements([(dtype, layout)], distributed_optimizer=distributed, data_parallel=3) == expected
 
 
 def test_the_value_head_has_a_buffer_of_its_own():

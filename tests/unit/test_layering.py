@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = [
     ["patches"],
     ["trainer.tasks", "trainer.algo", "trainer.report.units", "trainer.report.records", "trainer.launch_environment"],
-    ["trainer.tokenizer", "trainer.limits", "trainer.hf_architecture"],
+    ["trainer.tokenizer", "trainer.limits", "trainer.parallel_rules", "trainer.hf_architecture"],
     ["trainer.rules"],
     ["trainer.config"],
     [
@@ -30,7 +30,7 @@ LAYERS = [
     ["trainer.models"],
     ["trainer.optimizer", "trainer.rollout"],
     ["trainer.role"],
-    ["trainer.data", "trainer.metrics", "trainer.step", "trainer.checkpoint.state"],
+    ["trainer.data", "trainer.metrics", "trainer.step", "trainer.checkpoint.state", "trainer.checkpoint.parts"],
     ["trainer.report"],
     ["trainer.loop"],
     ["trainer.worker", "trainer.launch", "trainer.jobs"],

@@ -2,34 +2,35 @@
 
     <role>_weights.safetensors           every tensor a forward pass reads, as the last step left it
     <role>_weights_<tag>.safetensors     further tags of the weights backuper (the reference model)
+    <role>_weights[_<tag>].part_<n>.safetensors   where ranks share the model, the parts of the n-th of them
     <role>_optimizer_<rank>.safetensors  ``main/``, ``exp_avg/``, ``exp_avg_sq/`` + parameter name: this rank's share of
                                          the flattened parameter; the header says where in it the share starts
 
-Random draws are keyed by (seed, purpose, step, rank), so no generator state is kept. Shares are found by parameter name
-and position, so a checkpoint can be loaded with another number of ranks, with or without the distributed optimizer, and
-under any memory policy. Simplifies megatron-core's dist_checkpointing: one file per rank, no tensor or pipeline
-parallelism, saving blocks the run, and one role at a time passes through host memory.
+Random draws are keyed by (seed, purpose, step, rank), so no generator state is kept. Tensors are found by their name in
+the whole model and by position (:mod:`.parts`), so a checkpoint can be loaded under other tensor, pipeline and data
+parallel sizes, with or without the distributed optimizer, and under any memory policy. Simplifies megatron-core's
+dist_checkpointing: one file per rank, saving blocks the run, and one role at a time passes through host memory.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import distributed
 
 from trainer import optimizer as optimizers
 from trainer.checkpoint import folder
 from trainer.checkpoint.folder import Manifest
+from trainer.checkpoint.parts import SavedWeights, fill_shares, header
 from trainer.config import Config, to_plain
-from trainer.models.build import named_tensors
-from trainer.optimizer import Share
+from trainer.distributed import data_parallel_rank, model_parallel_rank
+from trainer.models.sharding import named_tensors, sharding_of
 from trainer.role import Role
 
 Roles = Mapping[str, Role]
@@ -95,17 +96,36 @@ class Checkpoints:
 
 def _write(role: Role, directory: Path) -> dict[str, int]:
     """Write this rank's files of an awake role -> name and size of each, all on disk."""
-    rank = distributed.get_rank()
-    shares = list(optimizers.shares(role.optimizer, dict(named_tensors(role.chunks))))
+    own = dict(named_tensors(role.chunks))
+    shares = [share for share in optimizers.shares(role.optimizer, own) if not sharding_of(own[share.name]).is_copy]
     tensors = {f"{kind}/{share.name}": tensor for share in shares for kind, tensor in share.tensors.items()}
-    starts = {"starts": json.dumps({share.name: share.start for share in shares})}
-    sizes = _save(directory / f"{role.name}_optimizer_{rank}.safetensors", tensors, starts)
-    if rank == 0:  # weights are the same on all ranks
-        sizes |= _save(directory / f"{role.name}_weights.safetensors", dict(named_tensors(role.chunks)), {})
-        for tag in _further_tags(role):
-            assert role.backuper is not None
-            sizes |= _save(directory / f"{role.name}_weights_{tag}.safetensors", role.backuper.get(tag), {})
+    starts = {share.name: share.start for share in shares}
+    sizes = _save(directory / f"{role.name}_optimizer_{distributed.get_rank()}.safetensors", tensors, header(starts))
+    sizes |= _save_weights(own, directory, name=f"{role.name}_weights", own=own)
+    for tag in _further_tags(role):
+        assert role.backuper is not None
+        sizes |= _save_weights(role.backuper.get(tag), directory, name=f"{role.name}_weights_{tag}", own=own)
     return sizes
+
+
+def _save_weights(
+    weights: Mapping[str, torch.Tensor], directory: Path, *, name: str, own: Mapping[str, torch.Tensor]
+) -> dict[str, int]:
+    """The first of the data-parallel ranks, which all hold the same, writes its part of the model."""
+    if data_parallel_rank() > 0:
+        return {}
+    part = model_parallel_rank()
+    file = f"{name}.safetensors" if part == 0 else f"{name}.part_{part}.safetensors"
+    kept = {name: tensor for name, tensor in weights.items() if not sharding_of(own[name]).is_copy}
+    return _save(directory / file, kept, header())
+
+
+def _saved_weights(checkpoint: Path, name: str, *, own: Mapping[str, torch.Tensor]) -> SavedWeights:
+    """This rank's tensors out of what all ranks saved under ``name``."""
+    files = [checkpoint / f"{name}.safetensors", *checkpoint.glob(f"{name}.part_*.safetensors")]
+    weights = SavedWeights(files, own=own)
+    assert weights.keys() == own.keys(), f"{checkpoint}/{name} and the model differ in {weights.keys() ^ own.keys()}"
+    return weights
 
 
 def _further_tags(role: Role) -> list[str]:
@@ -121,40 +141,15 @@ def _save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, s
 def _read(role: Role, checkpoint: Path, *, optimizer_step: int) -> None:
     """Load an awake role: the weights first, whose loading makes fp32 main params of them, then the saved state."""
     own = dict(named_tensors(role.chunks))
-    weights = load_file(checkpoint / f"{role.name}_weights.safetensors")
-    assert weights.keys() == own.keys(), f"{checkpoint} and the {role.name} differ in {weights.keys() ^ own.keys()}"
-    role.load_weights(weights)
+    role.load_weights(_saved_weights(checkpoint, f"{role.name}_weights", own=own))
     files = sorted(checkpoint.glob(f"{role.name}_optimizer_*.safetensors"))
-    shares = list(optimizers.shares(role.optimizer, own))
-    filled = {share.name: 0 for share in shares}
-    for path in files:
-        with safe_open(path, "pt") as saved:
-            starts = json.loads(saved.metadata()["starts"])
-            for share in shares:
-                if share.name in starts:
-                    filled[share.name] += _fill(share, saved, saved_start=starts[share.name])
-    for share in shares:
-        wanted = share.tensors["main"].numel()
-        assert filled[share.name] == wanted, f"{share.name}: {filled[share.name]} of {wanted} elements in {checkpoint}"
+    fill_shares(optimizers.shares(role.optimizer, own), files, own=own)
     optimizers.set_step_count(role.optimizer, optimizer_step)
     prefix = f"{role.name}_weights_"
     for path in sorted(checkpoint.glob(f"{prefix}*.safetensors")):
-        assert role.backuper is not None
-        role.backuper.put(path.stem.removeprefix(prefix), load_file(path))
-
-
-@torch.no_grad()
-def _fill(share: Share, saved: Any, *, saved_start: int) -> int:
-    """Copy what a file holds of the share into it -> how many elements of each tensor that was."""
-    size = saved.get_slice(f"main/{share.name}").get_shape()[0]
-    first = max(share.start, saved_start)
-    count = min(share.start + share.tensors["main"].numel(), saved_start + size) - first
-    if count <= 0:
-        return 0
-    for kind, tensor in share.tensors.items():
-        part = saved.get_slice(f"{kind}/{share.name}")[first - saved_start : first - saved_start + count]
-        tensor[first - share.start :][:count].copy_(part)
-    return count
+        if ".part_" not in path.name:
+            assert role.backuper is not None
+            role.backuper.put(path.stem.removeprefix(prefix), _saved_weights(checkpoint, path.stem, own=own))
 
 
 class _SaveError(Exception):

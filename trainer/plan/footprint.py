@@ -2,7 +2,8 @@
 
 Counted are parameters, gradients, optimizer state, weights tags and the rollout engine's weights, as tensors lie in
 their buffers. Not counted, because no config says: activations, the KV cache, CUDA context, kernels, communicators and
-the allocator's rounding to 2 MiB segments. All workers run on one node. A rank's numbers are those of the largest one.
+the allocator's rounding to 2 MiB segments. All workers run on one node. Pipeline stages differ (the first has the
+embedding, the last the head): a rank's numbers are those of the stage that needs most, the node's are the sums of all.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from trainer.plan import NO_BUFFER, Plan, PlanRow, make_plan
 from trainer.plan.layout import (
     ALIGNMENT_BYTES,
     ITEM_BYTES,
+    WHOLE,
     BufferLayout,
     Parameter,
     buffer_layouts,
@@ -84,10 +86,13 @@ class Moment:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Everything that a run holds; ``ranks`` of them on one node.
+    """Everything that one rank of a run holds, and the ``ranks`` ranks of the node together.
 
     Attributes:
         host_is_device: the platform is the CPU, so what lies "on the device" lies in host memory too.
+        parameter_counts: role -> parameters on this rank, to which the holdings belong.
+        node_moments: the moments with the bytes of all ranks.
+        node_host_asleep: role -> host bytes asleep, of all ranks.
     """
 
     ranks: int
@@ -95,6 +100,8 @@ class Footprint:
     parameter_counts: dict[str, int]
     holdings: tuple[Holding, ...]
     moments: tuple[Moment, ...]
+    node_moments: tuple[Moment, ...]
+    node_host_asleep: dict[str, int]
 
     def of_role(self, role: str) -> tuple[Holding, ...]:
         return tuple(holding for holding in self.holdings if holding.role == role)
@@ -111,38 +118,87 @@ class Footprint:
     @property
     def node_host_peak_bytes(self) -> int:
         """Of all ranks together."""
-        return self.ranks * max(m.host_bytes + self.host_is_device * m.device_bytes for m in self.moments)
+        return max(m.host_bytes + self.host_is_device * m.device_bytes for m in self.node_moments)
 
 
-def footprint(config: Config, *, vocab_size: int) -> Footprint:
-    """The bytes of a validated config. ``vocab_size``: entries of the run's tokenizer."""
-    plan = make_plan(config)
-    roles = {role: role_bytes(config, role, vocab_size=vocab_size) for role in config.roles}
-    holdings = [h for role in roles for h in _role_holdings(config, plan, role, roles[role])]
-    holdings.append(_engine_holding(config, vocab_size=vocab_size))
+def footprint(config: Config, *, vocab_size: int, stage: int | None = None) -> Footprint:
+    """The bytes of a validated config.
+
+    Args:
+        vocab_size: entries of the run's tokenizer.
+        stage: a pipeline stage, whose ranks are meant; None: the one with the highest peaks.
+    """
+    plan, stages = make_plan(config), range(config.parallel.pp)
+    roles = [
+        {role: role_bytes(config, role, vocab_size=vocab_size, stage=number) for role in config.roles}
+        for number in stages
+    ]
+    holdings = [[*_holdings(config, plan, sizes), _engine_holding(config, vocab_size=vocab_size)] for sizes in roles]
+    moments = [tuple(_moments(config, plan, holdings[number], roles[number])) for number in stages]
+    if stage is None:
+        stage = max(stages, key=lambda number: _peaks(moments[number]))
+    ranks_per_stage = config.launch.nproc // config.parallel.pp
     return Footprint(
         ranks=config.launch.nproc,
         host_is_device=config.platform.name == "cpu",
-        parameter_counts={role: sizes.parameter_count for role, sizes in roles.items()},
-        holdings=tuple(holdings),
-        moments=tuple(_moments(config, plan, holdings, roles)),
+        parameter_counts={role: sizes.parameter_count for role, sizes in roles[stage].items()},
+        holdings=tuple(holdings[stage]),
+        moments=moments[stage],
+        node_moments=tuple(_summed(same, times=ranks_per_stage) for same in zip(*moments, strict=True)),
+        node_host_asleep={
+            role: ranks_per_stage * sum(h.host_asleep_bytes for held in holdings for h in held if h.role == role)
+            for role in config.roles
+        },
     )
 
 
-def role_bytes(config: Config, role: str, *, vocab_size: int, bucket_size: int | None = None) -> RoleBytes:
-    """Sizes of one role's buffers on the largest rank. ``bucket_size`` in elements replaces Megatron's default."""
-    ddp, model = config.roles[role].ddp, config.roles[role].model
+def _peaks(moments: tuple[Moment, ...]) -> tuple[int, int]:
+    return max(moment.device_bytes for moment in moments), max(moment.host_bytes for moment in moments)
+
+
+def _summed(moments: tuple[Moment, ...], *, times: int) -> Moment:
+    device, host = (times * sum(getattr(m, name) for m in moments) for name in ("device_bytes", "host_bytes"))
+    return Moment(moments[0].name, device, host)
+
+
+def model_parameters(config: Config, *, vocab_size: int) -> dict[str, int]:
+    """Role -> parameters of the whole model, each counted once."""
+    return {
+        name: sum(
+            parameter.size
+            for parameter in parameters(role.model, vocab_size=vocab_size, value_head=name == "critic", parallel=WHOLE)
+        )
+        for name, role in config.roles.items()
+    }
+
+
+def role_bytes(
+    config: Config, role: str, *, vocab_size: int, stage: int = 0, bucket_size: int | None = None
+) -> RoleBytes:
+    """Sizes of one role's buffers on the largest data-parallel rank of a pipeline stage. ``bucket_size`` in elements
+    replaces Megatron's default."""
+    ddp, model, parallel = config.roles[role].ddp, config.roles[role].model, config.parallel
     data_parallel = config.data_parallel_size
-    found = parameters(model, vocab_size=vocab_size, value_head=role == "critic", parallel=config.parallel)
-    layouts = buffer_layouts(
-        found,
-        ddp=ddp,
-        data_parallel=data_parallel,
-        bucket_size=bucket_size or default_bucket_size(ddp, data_parallel=data_parallel),
-    )
+    chunks = [
+        parameters(
+            model, vocab_size=vocab_size, value_head=role == "critic", parallel=parallel, stage=stage, chunk=chunk
+        )
+        for chunk in range(parallel.vpp)
+    ]
+    layouts = [
+        buffer
+        for found in chunks
+        for buffer in buffer_layouts(
+            found,
+            ddp=ddp,
+            data_parallel=data_parallel,
+            bucket_size=bucket_size or default_bucket_size(ddp, data_parallel=data_parallel),
+        ).items()
+    ]
     optimizer, main_params = optimizer_elements(
         layouts, distributed_optimizer=ddp.use_distributed_optimizer, data_parallel=data_parallel
     )
+    found = tuple(parameter for chunk in chunks for parameter in chunk)
     table = rotary_table_bytes(model)
     return RoleBytes(
         parameter_count=sum(parameter.size for parameter in found),
@@ -154,14 +210,23 @@ def role_bytes(config: Config, role: str, *, vocab_size: int, bucket_size: int |
 
 
 def _kinds(
-    found: tuple[Parameter, ...], layouts: dict[str, BufferLayout], *, distributed_optimizer: bool, table: int
+    found: tuple[Parameter, ...],
+    layouts: list[tuple[str, BufferLayout]],
+    *,
+    distributed_optimizer: bool,
+    table: int,
 ) -> dict[str, int]:
-    buffers = sum(layout.size * ITEM_BYTES[dtype] for dtype, layout in layouts.items())
+    buffers = sum(layout.size * ITEM_BYTES[dtype] for dtype, layout in layouts)
     return {
         "param": buffers if distributed_optimizer else 0,
-        "grad": sum(layout.size for layout in layouts.values()) * ITEM_BYTES["fp32"],
+        "grad": sum(layout.size for _, layout in layouts) * ITEM_BYTES["fp32"],
         "rest": table + (0 if distributed_optimizer else sum(parameter.size_bytes for parameter in found)),
     }
+
+
+def _holdings(config: Config, plan: Plan, roles: dict[str, RoleBytes]) -> Iterator[Holding]:
+    for role, sizes in roles.items():
+        yield from _role_holdings(config, plan, role, sizes)
 
 
 def _role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> Iterator[Holding]:
@@ -211,9 +276,9 @@ def _awake_for_forward(plan: Plan, row: PlanRow) -> bool:
 
 
 def _engine_holding(config: Config, *, vocab_size: int) -> Holding:
-    """transformers' model: the actor's parameters and the rotary table, which it keeps twice."""
+    """transformers' model: the actor's parameters, all of them, and the rotary table, which it keeps twice."""
     model = config.roles["actor"].model
-    found = parameters(model, vocab_size=vocab_size, value_head=False, parallel=config.parallel)
+    found = parameters(model, vocab_size=vocab_size, value_head=False, parallel=WHOLE)
     size = sum(parameter.size_bytes for parameter in found) + 2 * rotary_table_bytes(model)
     return Holding(
         ENGINE,

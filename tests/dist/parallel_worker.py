@@ -1,0 +1,82 @@
+"""The rank that does the same work under several parallel layouts; used by test_parallel."""
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from tests.dist.data_parallel_worker import my_share
+from tests.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, normal, small_config
+from trainer import loop, platform, step
+from trainer.algo.log_probs import log_probs_and_entropy
+from trainer.config import Config
+from trainer.models.hf_bridge import to_hf
+from trainer.models.sharding import whole_tensors
+from trainer.role import Role
+
+MODEL = ("model.dtype=fp32", "model.layers=4", "model.qk_norm=true", "offload=none", "optimizer.clip_grad=0.01")
+ROWS = VOCAB_SIZE + 1  # one row more than there are tokens, and an odd number of them
+
+
+def run_layouts(layouts: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Name -> what rank 0 found under each layout."""
+    _join(small_config(*MODEL, *next(iter(layouts.values()))))
+    return {name: _run_layout((*MODEL, *overrides)) for name, overrides in layouts.items()}
+
+
+def _join(config: Config) -> None:
+    platform.set_up(config)
+    platform.set_up_process_groups(config)
+
+
+def _run_layout(overrides: tuple[str, ...]) -> dict[str, Any]:
+    platform.set_up_parallel_groups(small_config(*overrides).parallel)
+    roles = {}
+    for name in ("actor", "critic"):
+        fresh_saver()
+        roles[name] = make_role(name, *overrides, vocab_size=ROWS)
+    actor, critic = roles["actor"], roles["critic"]
+    exported = [
+        (name, _digest(tensor)) for name, tensor in to_hf(whole_tensors(actor.chunks), model=actor.config.model)
+    ]
+    actor.copy_to_tag("ref")
+    found = {name: _work(role) for name, role in roles.items()}
+    assert actor.backuper is not None
+    loop.start_critic_from(actor.backuper.get("ref"), critic)
+    restarted = {name: _digest(tensor) for name, tensor in whole_tensors(critic.chunks)}
+    return {**found, "exported": exported, "critic_from_actor": restarted}
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
+def _work(role: Role) -> dict[str, Any]:
+    """Outputs before training, the sums of three optimizer steps, and the whole weights after them."""
+    batch = my_share(make_batch([5, 3, 1, 4]))
+    if role.name == "actor":
+        outputs = step.log_probs(role, batch, temperature=0.7, vocab_size=VOCAB_SIZE, micro_batch_size=1)
+    else:
+        outputs = (step.values(role, batch, micro_batch_size=1),)
+    loss = loss_of(role, "algo.entropy_coef=0.1")
+    steps = [step.train_minibatch(role, batch, loss, micro_batch_size=1) for _ in range(3)]
+    weights = {name: tensor.detach().clone() for name, tensor in whole_tensors(role.chunks)}
+    return {"outputs": outputs, "steps": steps, "weights": weights}
+
+
+def run_split_vocabulary(_: None) -> list[dict[str, Tensor]]:
+    """What every rank gets for logits whose vocabulary of 5 entries they share: two, two, one and none."""
+    _join(small_config("launch.nproc=4"))
+    rank, width = distributed.get_rank(), 2
+    logits = normal((2, 6, 4 * width), seed=0).double()
+    targets = torch.arange(12).remainder(5).view(2, 6)
+    own = logits[..., rank * width : (rank + 1) * width].clone().requires_grad_()
+    log_probs, entropy = log_probs_and_entropy(
+        own, targets, temperature=0.7, vocab_size=5, group=distributed.group.WORLD
+    )
+    (log_probs * torch.arange(6.0) + entropy.square()).sum().backward()
+    found = {"logits": logits, "targets": targets, "log_probs": log_probs.detach(), "entropy": entropy.detach()}
+    everyones: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyones, {**found, "gradient": own.grad})
+    return everyones

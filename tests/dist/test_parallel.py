@@ -1,0 +1,103 @@
+"""Tensor, pipeline and virtual pipeline parallelism compute what one rank computes, and sleeping changes no bit."""
+
+import pytest
+import torch
+
+from tests.composing import SMALL, config_of
+from tests.dist.invariance_worker import run_matrix
+from tests.dist.parallel_worker import run_layouts, run_split_vocabulary
+from tests.dist.test_invariance import numbers
+from trainer.algo.log_probs import log_probs_and_entropy
+from trainer.launch import launch
+from trainer.launch_environment import worker_environment
+
+TP, PP, VPP = ("parallel.tp=2",), ("parallel.pp=2",), ("parallel.pp=2", "parallel.vpp=2")
+TIED = ("model.tie_embeddings=true", "model.qk_norm=false", "model.qkv_bias=true")
+PLAIN = tuple(f"roles.{role}.ddp.use_distributed_optimizer=false" for role in ("actor", "critic"))
+OVERLAP = tuple(
+    f"roles.{role}.ddp.overlap_{name}=true" for role in ("actor", "critic") for name in ("grad_reduce", "param_gather")
+)
+LAYOUTS = {
+    1: {"one": (), "one_tied": TIED},
+    2: {"tp": TP, "tp_plain": (*TP, *PLAIN), "pp": PP, "pp_tied": (*PP, *TIED), "vpp": (*VPP, *OVERLAP)},
+    4: {"tp_vpp": (*TP, *VPP), "dp_tp": TP, "tp_pp_tied": (*TP, *PP, *TIED)},
+}
+SHARED = [name for ranks in (2, 4) for name in LAYOUTS[ranks]]
+
+
+def launched(worker, payload, *, nproc, log_dir):
+    environment = worker_environment(platform="cpu", sleeps=True, threads_per_worker=1)
+    return launch(worker, payload, nproc=nproc, log_dir=log_dir, environment=environment)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Layout -> what rank 0 found."""
+    results = {}
+    for ranks, layouts in LAYOUTS.items():
+        given = {name: (f"launch.nproc={ranks}", *overrides) for name, overrides in layouts.items()}
+        results |= launched(run_layouts, given, nproc=ranks, log_dir=tmp_path_factory.mktemp("parallel"))
+    return results
+
+
+def reference_of(layout):
+    return "one_tied" if "tied" in layout else "one"
+
+
+@pytest.mark.parametrize("layout", SHARED)
+def test_the_same_seed_gives_the_same_whole_model(found, layout):
+    """Name, order and bits of everything that is exported; a critic takes the actor's body part by part."""
+    expected = found[reference_of(layout)]
+    assert found[layout]["exported"] == expected["exported"]
+    bodies = [
+        {name: digest for name, digest in each["critic_from_actor"].items() if name != "output_layer.weight"}
+        for each in (found[layout], expected)
+    ]
+    assert bodies[0] == bodies[1]
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("layout", SHARED)
+def test_outputs_losses_and_weights_are_those_of_one_rank(found, layout, role):
+    actual, expected = found[layout][role], found[reference_of(layout)][role]
+    rows = len(actual["outputs"][0])  # this rank's share of the batch under data parallelism
+    for ours, theirs in zip(actual["outputs"], expected["outputs"], strict=True):
+        torch.testing.assert_close(ours, theirs[:rows], rtol=1e-5, atol=1e-5)
+    assert len(expected["steps"]) == 3
+    for ours, theirs in zip(actual["steps"], expected["steps"], strict=True):
+        assert theirs["grad_norm"] > 0.01  # so that clipping counts
+        assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-5)
+    assert actual["weights"].keys() == expected["weights"].keys()
+    for name, theirs in expected["weights"].items():
+        # Adam turns rounding of gradients near zero into steps; few elements have such gradients.
+        assert (actual["weights"][name] - theirs).abs().mean() < 2e-6, name
+
+
+def test_log_probs_and_entropy_of_a_split_vocabulary(tmp_path):
+    everyones = launched(run_split_vocabulary, None, nproc=4, log_dir=tmp_path)
+    logits, targets = everyones[0]["logits"].requires_grad_(), everyones[0]["targets"]
+    log_probs, entropy = log_probs_and_entropy(logits, targets, temperature=0.7, vocab_size=5)
+    (log_probs * torch.arange(6.0) + entropy.square()).sum().backward()
+    for each in everyones:
+        torch.testing.assert_close(each["log_probs"], log_probs.detach())
+        torch.testing.assert_close(each["entropy"], entropy.detach())
+    torch.testing.assert_close(torch.cat([each["gradient"] for each in everyones], dim=-1), logits.grad)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "layouts"), [(2, {"tp": TP, "vpp": VPP}), (4, {"tp_pp": (*TP, *PP)})], ids=["two-ranks", "four-ranks"]
+)
+def test_every_policy_computes_the_bits_of_offload_none(nproc, layouts, tmp_path):
+    policies = ("full", "lean", "rebuild")
+    configs = {}
+    for name, layout in layouts.items():
+        common = (*SMALL, "model.layers=4", f"launch.nproc={nproc}", *layout)
+        configs[name, "none"] = config_of(*common, "offload=none")
+        configs |= {(name, policy): config_of(*common, f"memory={policy}") for policy in policies}
+    results = launched(run_matrix, (configs, None), nproc=nproc, log_dir=tmp_path)
+    for name in layouts:
+        assert not results[name, "none"]["slept"]
+        assert results[name, "none"]["metrics"][-1]["actor/grad_norm"] > 0
+        for policy in policies:
+            assert results[name, policy]["slept"]
+            assert numbers(results[name, policy]) == numbers(results[name, "none"]), (name, policy)
