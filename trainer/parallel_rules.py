@@ -82,7 +82,8 @@ def check_pipeline_micro_batches(config: Config) -> None:
     in_turns = parallel.pp if parallel.vpp > 1 else 1
     unit = dp * algo.micro_batch_size * in_turns
     given = f"data-parallel size * algo.micro_batch_size{' * parallel.pp' if in_turns > 1 else ''}"
-    if algo.warmup_steps and algo.warmup_batch_size % unit:
+    is_one_micro_batch = in_turns == 1 and algo.warmup_batch_size <= unit
+    if algo.warmup_steps and not is_one_micro_batch and algo.warmup_batch_size % unit:
         raise ValueError(
             f"algo.warmup_batch_size={algo.warmup_batch_size} is no multiple of {given} = {unit}, which a pipeline "
             f"needs: use algo.warmup_batch_size={-(-algo.warmup_batch_size // unit) * unit}"

@@ -1,12 +1,14 @@
 """The rank that does the same work under several parallel layouts; used by test_parallel."""
 
 import hashlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from tests.dist.data_parallel_worker import my_share
+from tests.dist.invariance_worker import run_configs
 from tests.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, normal, small_config
 from trainer import loop, platform, step
 from trainer.algo.log_probs import log_probs_and_entropy
@@ -19,15 +21,24 @@ MODEL = ("model.dtype=fp32", "model.layers=4", "model.qk_norm=true", "offload=no
 ROWS = VOCAB_SIZE + 1  # one row more than there are tokens, and an odd number of them
 
 
-def run_layouts(layouts: dict[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Name -> what rank 0 found under each layout."""
-    _join(small_config(*MODEL, *next(iter(layouts.values()))))
-    return {name: _run_layout((*MODEL, *overrides)) for name, overrides in layouts.items()}
+@dataclass(frozen=True)
+class Job:
+    """What one worker group does: small pieces of work per layout, and whole runs."""
+
+    layouts: dict[str, tuple[str, ...]]
+    runs: dict[tuple[str, str], Config]
 
 
-def _join(config: Config) -> None:
-    platform.set_up(config)
-    platform.set_up_process_groups(config)
+def run_job(job: Job) -> dict[str, Any]:
+    """What rank 0 found: ``layouts``, ``runs`` (see :func:`run_configs`) and, with four ranks, ``vocabulary``."""
+    first = small_config(*MODEL, *next(iter(job.layouts.values())))
+    platform.set_up(first)
+    platform.set_up_process_groups(first)
+    found: dict[str, Any] = {"layouts": {name: _run_layout((*MODEL, *o)) for name, o in job.layouts.items()}}
+    found["runs"] = run_configs(job.runs)
+    if distributed.get_world_size() == 4:
+        found["vocabulary"] = _split_vocabulary()
+    return found
 
 
 def _run_layout(overrides: tuple[str, ...]) -> dict[str, Any]:
@@ -65,9 +76,8 @@ def _work(role: Role) -> dict[str, Any]:
     return {"outputs": outputs, "steps": steps, "weights": weights}
 
 
-def run_split_vocabulary(_: None) -> list[dict[str, Tensor]]:
+def _split_vocabulary() -> list[dict[str, Tensor]]:
     """What every rank gets for logits whose vocabulary of 5 entries they share: two, two, one and none."""
-    _join(small_config("launch.nproc=4"))
     rank, width = distributed.get_rank(), 2
     logits = normal((2, 6, 4 * width), seed=0).double()
     targets = torch.arange(12).remainder(5).view(2, 6)

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.composing import SMALL, config_of
-from tests.dist.invariance_worker import run_matrix
-from tests.dist.parallel_worker import run_layouts, run_split_vocabulary
+from tests.dist.parallel_worker import Job, run_job
 from tests.dist.test_invariance import numbers
 from trainer.algo.log_probs import log_probs_and_entropy
 from trainer.launch import launch
@@ -25,18 +24,31 @@ LAYOUTS = {
 SHARED = [name for ranks in (2, 4) for name in LAYOUTS[ranks]]
 
 
-def launched(worker, payload, *, nproc, log_dir):
-    environment = worker_environment(platform="cpu", sleeps=True, threads_per_worker=1)
-    return launch(worker, payload, nproc=nproc, log_dir=log_dir, environment=environment)
+POLICIES = {
+    "none": ("offload=none",),
+    "full": ("memory=full",),
+    "lean": ("memory=lean",),
+    "rebuild": ("memory=rebuild",),
+}
+RUNS = {1: {}, 2: {"tp": TP, "vpp": VPP}, 4: {"tp_pp": (*TP, *PP)}}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Layout -> what rank 0 found."""
-    results = {}
+    """The results of a worker group of one, of two and of four ranks, together."""
+    environment = worker_environment(platform="cpu", sleeps=True, threads_per_worker=1)
+    results = {"layouts": {}, "runs": {}}
     for ranks, layouts in LAYOUTS.items():
-        given = {name: (f"launch.nproc={ranks}", *overrides) for name, overrides in layouts.items()}
-        results |= launched(run_layouts, given, nproc=ranks, log_dir=tmp_path_factory.mktemp("parallel"))
+        nproc = f"launch.nproc={ranks}"
+        runs = {
+            (name, policy): config_of(*SMALL, "model.layers=4", nproc, *layout, *overrides)
+            for name, layout in RUNS[ranks].items()
+            for policy, overrides in POLICIES.items()
+        }
+        job = Job({name: (nproc, *overrides) for name, overrides in layouts.items()}, runs)
+        log_dir = tmp_path_factory.mktemp("parallel")
+        one = launch(run_job, job, nproc=ranks, log_dir=log_dir, environment=environment)
+        results = {**one, **{key: results[key] | one[key] for key in results}}
     return results
 
 
@@ -47,11 +59,11 @@ def reference_of(layout):
 @pytest.mark.parametrize("layout", SHARED)
 def test_the_same_seed_gives_the_same_whole_model(found, layout):
     """Name, order and bits of everything that is exported; a critic takes the actor's body part by part."""
-    expected = found[reference_of(layout)]
-    assert found[layout]["exported"] == expected["exported"]
+    actual, expected = (found["layouts"][name] for name in (layout, reference_of(layout)))
+    assert actual["exported"] == expected["exported"]
     bodies = [
         {name: digest for name, digest in each["critic_from_actor"].items() if name != "output_layer.weight"}
-        for each in (found[layout], expected)
+        for each in (actual, expected)
     ]
     assert bodies[0] == bodies[1]
 
@@ -59,7 +71,7 @@ def test_the_same_seed_gives_the_same_whole_model(found, layout):
 @pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize("layout", SHARED)
 def test_outputs_losses_and_weights_are_those_of_one_rank(found, layout, role):
-    actual, expected = found[layout][role], found[reference_of(layout)][role]
+    actual, expected = (found["layouts"][name][role] for name in (layout, reference_of(layout)))
     rows = len(actual["outputs"][0])  # this rank's share of the batch under data parallelism
     for ours, theirs in zip(actual["outputs"], expected["outputs"], strict=True):
         torch.testing.assert_close(ours, theirs[:rows], rtol=1e-5, atol=1e-5)
@@ -73,8 +85,8 @@ def test_outputs_losses_and_weights_are_those_of_one_rank(found, layout, role):
         assert (actual["weights"][name] - theirs).abs().mean() < 2e-6, name
 
 
-def test_log_probs_and_entropy_of_a_split_vocabulary(tmp_path):
-    everyones = launched(run_split_vocabulary, None, nproc=4, log_dir=tmp_path)
+def test_log_probs_and_entropy_of_a_split_vocabulary(found):
+    everyones = found["vocabulary"]
     logits, targets = everyones[0]["logits"].requires_grad_(), everyones[0]["targets"]
     log_probs, entropy = log_probs_and_entropy(logits, targets, temperature=0.7, vocab_size=5)
     (log_probs * torch.arange(6.0) + entropy.square()).sum().backward()
@@ -84,20 +96,10 @@ def test_log_probs_and_entropy_of_a_split_vocabulary(tmp_path):
     torch.testing.assert_close(torch.cat([each["gradient"] for each in everyones], dim=-1), logits.grad)
 
 
-@pytest.mark.parametrize(
-    ("nproc", "layouts"), [(2, {"tp": TP, "vpp": VPP}), (4, {"tp_pp": (*TP, *PP)})], ids=["two-ranks", "four-ranks"]
-)
-def test_every_policy_computes_the_bits_of_offload_none(nproc, layouts, tmp_path):
-    policies = ("full", "lean", "rebuild")
-    configs = {}
-    for name, layout in layouts.items():
-        common = (*SMALL, "model.layers=4", f"launch.nproc={nproc}", *layout)
-        configs[name, "none"] = config_of(*common, "offload=none")
-        configs |= {(name, policy): config_of(*common, f"memory={policy}") for policy in policies}
-    results = launched(run_matrix, (configs, None), nproc=nproc, log_dir=tmp_path)
-    for name in layouts:
-        assert not results[name, "none"]["slept"]
-        assert results[name, "none"]["metrics"][-1]["actor/grad_norm"] > 0
-        for policy in policies:
-            assert results[name, policy]["slept"]
-            assert numbers(results[name, policy]) == numbers(results[name, "none"]), (name, policy)
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "none"])
+@pytest.mark.parametrize("layout", [name for layouts in RUNS.values() for name in layouts])
+def test_every_policy_computes_the_bits_of_offload_none(found, layout, policy):
+    none, asleep = found["runs"][layout, "none"], found["runs"][layout, policy]
+    assert (none["slept"], asleep["slept"]) == (False, True)
+    assert none["metrics"][-1]["actor/grad_norm"] > 0
+    assert numbers(asleep) == numbers(none)
