@@ -2,8 +2,9 @@
 
 Counted are parameters, gradients, optimizer state, weights tags and the rollout engine's weights, as tensors lie in
 their buffers. Not counted, because no config says: activations, the KV cache, CUDA context, kernels, communicators,
-the allocator's rounding to 2 MiB segments, and the one tensor at a time that a weight sync gathers from ranks. All workers run on one node. Pipeline stages differ (the first has the
-embedding, the last the head): a rank's numbers are those of the stage that needs most, the node's are the sums of all.
+the allocator's rounding to 2 MiB segments, and the one tensor at a time that a weight sync gathers from ranks. All
+workers run on one node. Pipeline stages differ (the first has the embedding, the last the head): a rank's numbers are
+those of the stage that needs most, the node's are the sums of all.
 """
 
 from __future__ import annotations
