@@ -85,7 +85,7 @@ def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for path in checkpoint.glob("*_optimizer_*.safetensors"):
         with safe_open(path, "pt") as saved:
-            starts = json.loads(saved.metadata()["starts"])
+            starts = json.loads(saved.metadata()["torpor"])["starts"]
             for key in saved.keys():  # noqa: SIM118
                 role, name = path.name.partition("_")[0], key.partition("/")[2]
                 parts.setdefault(f"{role}/{key}", []).append((starts[name], saved.get_tensor(key)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,30 @@ from trainer.distributed import tensor_parallel_group
 from trainer.models.sharding import Sharding, sharding_of
 from trainer.optimizer import Share
 
-_RANK, _RANKS, _STARTS = "tensor_parallel_rank", "tensor_parallel_ranks", "starts"
+_HEADER = "torpor"  # a single entry, since safetensors writes several in random order
 
 
 def header(starts: Mapping[str, int] | None = None) -> dict[str, str]:
     """Of a file that this rank writes. ``starts``: of shares, name -> first element in the flattened part."""
     group = tensor_parallel_group()
-    placed = {_RANK: str(group.rank()), _RANKS: str(group.size())}
-    return placed if starts is None else {**placed, _STARTS: json.dumps(starts)}
+    fields = {"tensor_parallel_rank": group.rank(), "tensor_parallel_ranks": group.size(), "starts": starts}
+    return {_HEADER: json.dumps(fields)}
+
+
+@dataclass(frozen=True)
+class _File:
+    """An open file and its header."""
+
+    tensors: Any
+    tensor_parallel_rank: int
+    tensor_parallel_ranks: int
+    starts: Mapping[str, int] | None
+
+
+def _opened(paths: Iterable[Path]) -> Iterator[_File]:
+    for path in paths:
+        tensors = safe_open(path, "pt")
+        yield _File(tensors, **json.loads(tensors.metadata()[_HEADER]))
 
 
 class SavedWeights(Mapping[str, Tensor]):
@@ -39,11 +56,10 @@ class SavedWeights(Mapping[str, Tensor]):
     def __init__(self, files: Iterable[Path], *, own: Mapping[str, Tensor]) -> None:
         self._own, self._ranks = own, 1
         self._saved: dict[str, dict[int, Any]] = {}  # name -> tensor-parallel rank -> file
-        for path in files:
-            saved = safe_open(path, "pt")
-            self._ranks = int(saved.metadata()[_RANKS])
-            for name in saved.keys():  # noqa: SIM118
-                self._saved.setdefault(name, {})[int(saved.metadata()[_RANK])] = saved
+        for file in _opened(files):
+            self._ranks = file.tensor_parallel_ranks
+            for name in file.tensors.keys():  # noqa: SIM118
+                self._saved.setdefault(name, {})[file.tensor_parallel_rank] = file.tensors
 
     def __getitem__(self, name: str) -> Tensor:
         saved = self._saved[name]
@@ -61,12 +77,10 @@ def fill_shares(shares: Iterable[Share], files: Iterable[Path], *, own: Mapping[
     """Fill ``shares`` of the optimizer state from the shares in ``files``. Raises AssertionError where some lack."""
     pieces: dict[str, dict[int, list[tuple[int, Any]]]] = {}  # name -> tensor-parallel rank -> (start, file)
     ranks = 1
-    for path in files:
-        saved = safe_open(path, "pt")
-        metadata = saved.metadata()
-        ranks = int(metadata[_RANKS])
-        for name, start in json.loads(metadata[_STARTS]).items():
-            pieces.setdefault(name, {}).setdefault(int(metadata[_RANK]), []).append((start, saved))
+    for file in _opened(files):
+        ranks = file.tensor_parallel_ranks
+        for name, start in (file.starts or {}).items():
+            pieces.setdefault(name, {}).setdefault(file.tensor_parallel_rank, []).append((start, file.tensors))
     group = tensor_parallel_group()
     for share in shares:
         if ranks == group.size():
