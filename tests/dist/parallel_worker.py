@@ -2,6 +2,8 @@
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,15 +12,21 @@ from torch import Tensor, distributed
 from tests.dist.data_parallel_worker import my_share
 from tests.dist.invariance_worker import run_configs
 from tests.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, normal, small_config
-from trainer import loop, platform, step
+from trainer import loop, platform, step, worker
 from trainer.algo.log_probs import log_probs_and_entropy
 from trainer.config import Config
-from trainer.models.hf_bridge import to_hf
+from trainer.models.hf_bridge import from_hf, to_hf
+from trainer.models.hf_files import SafetensorsFolder
 from trainer.models.sharding import whole_tensors
 from trainer.role import Role
+from trainer.rules import make_task
+from trainer.tokenizer import load_tokenizer
 
-MODEL = ("model.dtype=fp32", "model.layers=4", "model.qk_norm=true", "offload=none", "optimizer.clip_grad=0.01")
-ROWS = VOCAB_SIZE + 1  # one row more than there are tokens, and an odd number of them
+ROWS = 263  # of the embedding: an odd number, more than there are tokens
+MODEL = (
+    *("model.dtype=fp32", "model.layers=4", "model.qk_norm=true", f"model.vocab_size={ROWS}"),
+    *("offload=none", "optimizer.clip_grad=0.01"),
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,7 @@ class Job:
 
     layouts: dict[str, tuple[str, ...]]
     runs: dict[tuple[str, str], Config]
+    directory: Path
 
 
 def run_job(job: Job) -> dict[str, Any]:
@@ -34,29 +43,46 @@ def run_job(job: Job) -> dict[str, Any]:
     first = small_config(*MODEL, *next(iter(job.layouts.values())))
     platform.set_up(first)
     platform.set_up_process_groups(first)
-    found: dict[str, Any] = {"layouts": {name: _run_layout((*MODEL, *o)) for name, o in job.layouts.items()}}
+    layouts = {name: _run_layout((*MODEL, *o), job.directory / name) for name, o in job.layouts.items()}
+    found: dict[str, Any] = {"layouts": layouts}
     found["runs"] = run_configs(job.runs)
     if distributed.get_world_size() == 4:
         found["vocabulary"] = _split_vocabulary()
     return found
 
 
-def _run_layout(overrides: tuple[str, ...]) -> dict[str, Any]:
-    platform.set_up_parallel_groups(small_config(*overrides).parallel)
+def _run_layout(overrides: tuple[str, ...], folder: Path) -> dict[str, Any]:
+    config = small_config(*overrides)
+    platform.set_up_parallel_groups(config.parallel)
     roles = {}
     for name in ("actor", "critic"):
         fresh_saver()
         roles[name] = make_role(name, *overrides, vocab_size=ROWS)
     actor, critic = roles["actor"], roles["critic"]
-    exported = [
-        (name, _digest(tensor)) for name, tensor in to_hf(whole_tensors(actor.chunks), model=actor.config.model)
-    ]
+    tokenizer = load_tokenizer(None, task=make_task(config), vocab_size=ROWS)
+    parts: Any = SimpleNamespace(actor=actor, prompts=SimpleNamespace(tokenizer=tokenizer))
+    worker.export(parts, folder if distributed.get_rank() == 0 else None)
+    exported = _exported(actor)
     actor.copy_to_tag("ref")
     found = {name: _work(role) for name, role in roles.items()}
     assert actor.backuper is not None
     loop.start_critic_from(actor.backuper.get("ref"), critic)
-    restarted = {name: _digest(tensor) for name, tensor in whole_tensors(critic.chunks)}
-    return {**found, "exported": exported, "critic_from_actor": restarted}
+    distributed.barrier()
+    trained = _exported(actor)
+    actor.load_whole_weights(from_hf(SafetensorsFolder(folder), model=actor.config.model))
+    return {
+        **found,
+        "exported": exported,
+        "trained": trained,
+        "imported": _exported(actor),
+        "folder": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()},
+        "critic_from_actor": {name: _digest(tensor) for name, tensor in whole_tensors(critic.chunks)},
+    }
+
+
+def _exported(actor: Role) -> list[tuple[str, str]]:
+    """(Hugging Face name, digest) of the actor's tensors."""
+    return [(name, _digest(tensor)) for name, tensor in to_hf(whole_tensors(actor.chunks), model=actor.config.model)]
 
 
 def _digest(tensor: Tensor) -> str:

@@ -136,7 +136,7 @@ def test_resumed_is_unbroken_where_ranks_share_the_model(tmp_path):
     """The second rank's shares and parts too."""
     cases = []
     for name in ("tp", "vpp"):
-        config = config_of(*RUN, *SHARED, "memory=rebuild", "offload=train", "launch.nproc=2", *LAYOUTS[name])
+        config = config_of(*RUN, *SHARED, "algo.warmup_steps=4", "offload=train", "launch.nproc=2", *LAYOUTS[name])
         cases.append(Case(name, config, tmp_path / name))
         cases.append(Case(f"{name}_on", config, tmp_path / f"{name}_on", checkpoint_of(tmp_path / name, 1)))
     results = launch_cases(cases, nproc=2, log_dir=tmp_path / "logs")

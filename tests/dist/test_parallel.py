@@ -45,9 +45,9 @@ def found(tmp_path_factory):
             for name, layout in RUNS[ranks].items()
             for policy, overrides in POLICIES.items()
         }
-        job = Job({name: (nproc, *overrides) for name, overrides in layouts.items()}, runs)
-        log_dir = tmp_path_factory.mktemp("parallel")
-        one = launch(run_job, job, nproc=ranks, log_dir=log_dir, environment=environment)
+        directory = tmp_path_factory.mktemp("parallel")
+        job = Job({name: (nproc, *overrides) for name, overrides in layouts.items()}, runs, directory)
+        one = launch(run_job, job, nproc=ranks, log_dir=directory / "logs", environment=environment)
         results = {**one, **{key: results[key] | one[key] for key in results}}
     return results
 
@@ -58,14 +58,22 @@ def reference_of(layout):
 
 @pytest.mark.parametrize("layout", SHARED)
 def test_the_same_seed_gives_the_same_whole_model(found, layout):
-    """Name, order and bits of everything that is exported; a critic takes the actor's body part by part."""
+    """Name, order and bits of all that is exported, file by file; a critic takes the actor's body part by part."""
     actual, expected = (found["layouts"][name] for name in (layout, reference_of(layout)))
     assert actual["exported"] == expected["exported"]
+    assert "model.safetensors" in expected["folder"]
+    assert actual["folder"] == expected["folder"]
     bodies = [
         {name: digest for name, digest in each["critic_from_actor"].items() if name != "output_layer.weight"}
         for each in (actual, expected)
     ]
     assert bodies[0] == bodies[1]
+
+
+@pytest.mark.parametrize("layout", SHARED)
+def test_an_exported_folder_is_imported_part_by_part(found, layout):
+    actual = found["layouts"][layout]
+    assert actual["imported"] == actual["exported"] != actual["trained"]
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
