@@ -144,7 +144,8 @@ def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: fl
         with process_groups_destroyed():
             responses = run.engine.generate(prompts, seed=seed)
         run.engine.sleep()
-        responses = _agreed(responses)
+        if config.parallel.model_ranks > 1:
+            responses = _agreed(responses)
         batch = _batch_of(responses, run.prompts.scores(responses.texts, examples))
     with phases.phase("ref_log_probs", step=number), actor.awake(kinds=FORWARD, tag="ref"):
         batch["ref_log_probs"], _ = step.log_probs(actor, batch, **scoring)
