@@ -169,11 +169,20 @@ class MemoryConfig(Section):
 
 @dataclass
 class ParallelConfig(Section):
-    """``expert``: ranks of a data-parallel group over which the experts of a layer are spread."""
+    """Ranks that hold one model together: ``tp`` share every layer (and, between layers, the sequence), ``pp`` have a
+    stage of layers each, cut into ``vpp`` chunks that take turns. ``cp``: ranks per sequence. ``expert``: ranks of a
+    data-parallel group over which the experts of a layer are spread."""
 
     tp: int
     pp: int
+    vpp: int
+    cp: int
     expert: int
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that work on one sequence."""
+        return self.tp * self.pp * self.cp
 
 
 @dataclass
@@ -326,7 +335,7 @@ class Config(Section):
 
     @property
     def data_parallel_size(self) -> int:
-        return self.world_size // (self.parallel.tp * self.parallel.pp)
+        return self.world_size // self.parallel.model_ranks
 
 
 _HARMLESS_LAUNCH_KEYS = ("node_rank", "rdzv_endpoint", "max_restarts", "host_memory_gib", "gpu_memory_gib")

@@ -54,6 +54,8 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "parallel.tp": (1, None),
     "parallel.pp": (1, None),
     "parallel.expert": (1, None),
+    "parallel.vpp": (1, None),
+    "parallel.cp": (1, None),
     "rollout.temperature": (1e-3, None),
     "rollout.top_p": (1e-3, 1),
     "rollout.max_prompt_tokens": (1, None),

@@ -7,6 +7,7 @@ Whoever is not at work sleeps; a forward-only phase wakes parameters alone.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +24,17 @@ from trainer.backup import LazyTensors
 from trainer.checkpoint.state import Checkpoints
 from trainer.config import AlgoConfig, Config
 from trainer.data import Prompts
-from trainer.distributed import combined_digest, data_parallel_group, data_parallel_rank, seed_for, sum_over_ranks
+from trainer.distributed import (
+    agreed,
+    combined_digest,
+    data_parallel_group,
+    data_parallel_rank,
+    seed_for,
+    sum_over_ranks,
+)
 from trainer.micro_batches import Split
-from trainer.models.build import named_tensors
 from trainer.models.hf_bridge import to_hf
-from trainer.models.moe import with_all_experts
+from trainer.models.sharding import OUTPUT, named_tensors, whole_tensors
 from trainer.phases import Phases
 from trainer.report import Progress, RunRecords
 from trainer.role import FORWARD, Role
@@ -122,8 +129,8 @@ def warm_up(run: Run, outputs: Outputs) -> None:
 
 def start_critic_from(weights: Mapping[str, Tensor], critic: Role) -> None:
     """Give the critic the actor's body; its value head, which no actor has, starts anew (at zero)."""
-    body = tuple(name for name in weights if ".output_layer." not in name)
-    critic.load_weights(LazyTensors(body, weights.__getitem__))
+    body = {name for name, _ in named_tensors(critic.chunks)} - {OUTPUT}
+    critic.load_weights(LazyTensors(tuple(name for name in weights if name in body), weights.__getitem__))
 
 
 def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: float) -> dict[str, float]:
@@ -142,6 +149,8 @@ def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: fl
         with process_groups_destroyed():
             responses = run.engine.generate(prompts, seed=seed)
         run.engine.sleep()
+        if config.parallel.model_ranks > 1:
+            responses = _agreed(responses)
         batch = _batch_of(responses, run.prompts.scores(responses.texts, examples))
     with phases.phase("ref_log_probs", step=number), actor.awake(kinds=FORWARD, tag="ref"):
         batch["ref_log_probs"], _ = step.log_probs(actor, batch, **scoring)
@@ -192,7 +201,15 @@ def _sync_engine(run: Run) -> None:
     """Wake the engine with the actor's weights; the actor sleeps again afterwards."""
     model = run.actor.config.model
     with run.actor.awake(kinds=FORWARD):
-        run.engine.wake_up(to_hf(with_all_experts(named_tensors(run.actor.chunks), model=model), model=model))
+        run.engine.wake_up(to_hf(whole_tensors(run.actor.chunks), model=model))
+
+
+def _agreed(responses: Responses) -> Responses:
+    """The responses, of which every rank that holds a part of the model has drawn the same; where a kernel is not
+    deterministic, those of the first of these ranks."""
+    values = {field.name: getattr(responses, field.name) for field in dataclasses.fields(responses)}
+    on_host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
+    return Responses(**agreed(on_host))
 
 
 def _batch_of(responses: Responses, scores: Sequence[float]) -> dict[str, Tensor]:

@@ -23,12 +23,14 @@ def check_experts(config: Config) -> None:
                 f"{'null' if chosen is None else chosen}: give 1 to {model.num_experts} experts per token, "
                 "model.num_experts_per_tok=2 for example"
             )
-        for size in ("tp", "pp"):
+        for size, reason in (
+            ("tp", "tensor-parallel ranks route parts of sequences, and experts are balanced over whole ones"),
+            ("pp", "the load-balancing losses of other stages do not reach the last one, which reports them"),
+        ):
             if getattr(config.parallel, size) > 1:
                 raise ValueError(
-                    f"{name}.num_experts={model.num_experts} with parallel.{size}={getattr(config.parallel, size)}: a "
-                    f"mixture of experts is not supported there yet. Use parallel.{size}=1 (parallel.expert spreads "
-                    "the experts)"
+                    f"{name}.num_experts={model.num_experts} with parallel.{size}={getattr(config.parallel, size)}: "
+                    f"{reason}. Use parallel.{size}=1 (parallel.expert spreads the experts)"
                 )
     check_family(config.roles["actor"].model)
 

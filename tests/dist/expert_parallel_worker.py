@@ -28,8 +28,7 @@ from tests.roles import (
     weights_of,
 )
 from trainer import optimizer, platform, step, worker
-from trainer.models.build import named_tensors
-from trainer.models.moe import with_all_experts
+from trainer.models.sharding import named_tensors, whole_tensors
 from trainer.phases import Phases
 from trainer.role import FORWARD, Role
 
@@ -118,8 +117,7 @@ def _everyones(value: Any) -> list[Any]:
 def whole_weights(overrides: tuple[str, ...]) -> dict[str, Tensor]:
     fresh_saver()
     role = make_role("actor", *overrides)
-    named = with_all_experts(named_tensors(role.chunks), model=role.config.model)
-    return {name: tensor.detach().clone() for name, tensor in named}
+    return {name: tensor.detach().clone() for name, tensor in whole_tensors(role.chunks)}
 
 
 def _whole_shares(role: Role, kind: str) -> dict[str, Tensor]:

@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2
 from tests import roles
 from tests.composing import config_of
 from tests.megatron_world import one_rank_world
-from trainer.config import ModelConfig, ParallelConfig
+from trainer.config import ModelConfig
 from trainer.models.build import build_gpt, named_tensors
 from trainer.models.hf_bridge import from_hf, to_hf, views_by_file_name
 from trainer.models.hf_files import INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder, save_hf
+from trainer.plan.layout import WHOLE
 from trainer.tasks.arithmetic import ArithmeticTask
 from trainer.tokenizer import load_tokenizer
 
@@ -78,9 +79,7 @@ def load(folder, *, value_head=False):
     """-> (ModelConfig, GPT with the folder's weights, its named tensors)."""
     model = model_of(folder)
     vocab_size = model.embedding_rows(0)
-    gpt = build_gpt(
-        model, vocab_size=vocab_size, parallel=ParallelConfig(tp=1, pp=1, expert=1), seed=1, value_head=value_head
-    )
+    gpt = build_gpt(model, vocab_size=vocab_size, parallel=WHOLE, seed=1, value_head=value_head)
     named = dict(named_tensors([SimpleNamespace(module=gpt)]))
     with torch.no_grad():
         for name, tensor in from_hf(SafetensorsFolder(folder), model=model, value_head=value_head).items():
@@ -162,11 +161,11 @@ def test_a_critic_has_the_body_and_a_head_of_its_own(tmp_path):
     for tied in (False, True):
         save_checkpoint(tmp_path, "llama", tied=tied)
         _, _, named = load(tmp_path, value_head=True)
-        head = named["chunk0.output_layer.weight"]
+        head = named["output_layer.weight"]
         assert head.shape == (1, 64)
         assert head.dtype == torch.float32
         assert torch.equal(
-            named["chunk0.embedding.word_embeddings.weight"], SafetensorsFolder(tmp_path)["model.embed_tokens.weight"]
+            named["embedding.word_embeddings.weight"], SafetensorsFolder(tmp_path)["model.embed_tokens.weight"]
         )
 
 
@@ -189,7 +188,7 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path):
     actor = roles.make_role("actor", "model=hf", f"model.path={tmp_path}", f"tokenizer.path={tmp_path}")
     state = dict(from_hf(SafetensorsFolder(tmp_path), model=actor.config.model))
     with pytest.raises(ValueError, match=r"output_layer.weight has the shape \(63, 64\), the actor's is \(64, 64\)"):
-        actor.load_weights({"chunk0.output_layer.weight": state["chunk0.output_layer.weight"][:63]})
+        actor.load_weights({"output_layer.weight": state["output_layer.weight"][:63]})
 
 
 @pytest.mark.parametrize(

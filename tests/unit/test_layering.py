@@ -15,7 +15,8 @@ LAYERS = [
     ["patches"],
     ["trainer.tasks", "trainer.algo", "trainer.report.units", "trainer.report.records"],
     ["trainer.launch_environment", "trainer.objectives", "trainer.nodes", "trainer.preemption"],
-    ["trainer.tokenizer", "trainer.limits", "trainer.memory_rules", "trainer.speed_rules", "trainer.hf_architecture"],
+    ["trainer.tokenizer", "trainer.limits", "trainer.memory_rules", "trainer.speed_rules", "trainer.parallel_rules"],
+    ["trainer.hf_architecture"],
     ["trainer.rules", "trainer.moe_rules"],
     ["trainer.config"],
     [
@@ -38,6 +39,7 @@ LAYERS = [
         "trainer.step",
         "trainer.throughput",
         "trainer.checkpoint.state",
+        "trainer.checkpoint.parts",
         "trainer.checkpoint.writing",
     ],
     ["trainer.report"],

@@ -381,11 +381,11 @@ def test_a_critic_started_from_the_actor_has_its_body_and_its_own_head():
     train(actor)
     actor.backup()
     body = {name: tensor for name, tensor in weights_of(actor).items() if "output_layer" not in name}
-    head = weights_of(critic)["chunk0.output_layer.weight"]
+    head = weights_of(critic)["output_layer.weight"]
     assert head.shape == (1, 64)
     assert not same_weights({name: weights_of(critic)[name] for name in body}, body)
     start_critic_from(actor.backuper.get("actor"), critic)
-    expected = body | {"chunk0.output_layer.weight": head}
+    expected = body | {"output_layer.weight": head}
     assert same_weights(weights_of(critic), expected)
     train(critic, lr=0.0)
     assert same_weights(weights_of(critic), expected)
@@ -394,8 +394,8 @@ def test_a_critic_started_from_the_actor_has_its_body_and_its_own_head():
 def test_unknown_weights_are_refused():
     role = make_role("actor")
     expected = role.weights_sha256()
-    with pytest.raises(ValueError, match=r"the actor has no tensors called chunk0\.lm_head"):
-        role.load_weights({"chunk0.lm_head": torch.ones(1), **weights_of(role)})
+    with pytest.raises(ValueError, match=r"the actor has no tensors called lm_head"):
+        role.load_weights({"lm_head": torch.ones(1), **weights_of(role)})
     assert role.weights_sha256() == expected
 
 
@@ -470,7 +470,7 @@ def test_both_buffers_of_a_critic_sleep():
         assert region_of(buffer.grad_data) == ("critic/grad", False)
     in_buffers = {id(parameter) for buffer in ddp_buffers(critic) for parameter in buffer.params}
     rest = {name: region_of(t) for name, t in named_tensors(critic.chunks) if id(t) not in in_buffers}
-    assert rest == {"chunk0.rotary_pos_emb.inv_freq": ("critic/rest", True)}
+    assert rest == {"rotary_pos_emb.inv_freq": ("critic/rest", True)}
     assert region_of(critic._state.flat)[0] == "critic/optim"
     moments = [inner.optimizer.state[p] for inner in inner_optimizers(critic.optimizer) for p in inner.optimizer.state]
     assert len(moments) == len(in_buffers)

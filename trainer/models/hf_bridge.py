@@ -6,8 +6,9 @@ A GPT of :func:`trainer.models.build.build_gpt` is a Llama (arXiv:2302.13971), w
 grouped by key-value head, and two into ``linear_fc1``; Hugging Face files keep each apart. (transformers fuses the
 experts of a layer when it loads a file: :func:`views_by_file_name`.)
 
-Simplified: one chunk that holds every layer whole (tp=1, pp=1), language models only. A critic's value head has
-Megatron's name of the vocabulary projection: leave it out, it has no counterpart.
+Both ways deal in tensors of the whole model; :mod:`trainer.models.sharding` cuts and joins them. Simplified: language
+models only. A critic's value head has Megatron's name of the vocabulary projection: leave it out, it has no
+counterpart.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from trainer.config import ModelConfig
 from trainer.hf_architecture import check_family, rope_parameters
 from trainer.models.build import DTYPES
 
-_CHUNK = "chunk0."
 _ROTARY_TABLE = "rotary_pos_emb.inv_freq"  # recomputed from rope_theta on either side
 
 
@@ -75,7 +75,7 @@ def hf_config(
 
 
 def to_hf(named: Iterable[tuple[str, Tensor]], *, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) pairs of :func:`trainer.models.build.named_tensors` -> those of the transformers state dict.
+    """(name, tensor) pairs of :func:`trainer.models.sharding.whole_tensors` -> those of the transformers state dict.
 
     One tensor at a time; split tensors are new, all others the very ones given. Tied output weights come once, as
     the embedding.
@@ -108,7 +108,7 @@ def from_hf(hf_state: Mapping[str, Tensor], *, model: ModelConfig, value_head: b
     """
     counterparts = _counterparts(model)
     if value_head:
-        counterparts.pop(f"{_CHUNK}output_layer.weight", None)
+        counterparts.pop("output_layer.weight", None)
     wanted = {hf_name for hf_names in counterparts.values() for hf_name in hf_names}
     given = {name for name in hf_state if not name.endswith("rotary_emb.inv_freq")}
     if model.tie_embeddings or value_head:
@@ -168,7 +168,7 @@ def _counterparts(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     names["decoder.final_layernorm.weight"] = ("model.norm.weight",)
     if not model.tie_embeddings:
         names["output_layer.weight"] = ("lm_head.weight",)
-    return {_CHUNK + name: hf_names for name, hf_names in names.items()}
+    return names
 
 
 def _mlp_counterparts(model: ModelConfig) -> dict[str, list[str]]:

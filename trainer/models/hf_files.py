@@ -70,7 +70,7 @@ def save_hf(
     """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load, and that ``model.path`` takes.
 
     Args:
-        named_tensors: of :func:`trainer.models.build.named_tensors`, an actor's.
+        named_tensors: of :func:`trainer.models.sharding.whole_tensors`, an actor's.
         shard_bytes: of weights that are gathered in host memory before they are written to a file of their own.
 
     Raises:

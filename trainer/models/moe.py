@@ -10,7 +10,7 @@ Simplified: every layer has experts, which run one after the other; no shared ex
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,7 +25,6 @@ from torch.nn import functional
 
 from trainer.algo.masked import divide_or_zero
 from trainer.config import ModelConfig
-from trainer.distributed import seed_for
 
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.)\d+(?=\.)")
 
@@ -45,25 +44,10 @@ def transformer_settings(model: ModelConfig, *, expert_parallel: int) -> dict[st
     }
 
 
-def finish(gpt: nn.Module, model: ModelConfig, *, seed: int) -> None:
-    """Give the layers of a new model their routers, and random weights to routers and experts.
-
-    Megatron draws them from generators of each rank; here a weight's seed is its place in the model, so that the same
-    ``seed`` gives the same weights under every ``parallel.expert``.
-    """
+def replace_routers(gpt: nn.Module, model: ModelConfig) -> None:
+    """Give the layers of a new model our routers, whose weights are not drawn yet."""
     for layer in _moe_layers(gpt):
         layer.router = Router(model, layer.config)
-        own = {
-            "router": layer.router,
-            **dict(zip(layer.local_expert_indices, layer.experts.local_experts, strict=True)),
-        }
-        for place, module in own.items():
-            for name, parameter in module.named_parameters():
-                scale = (2 * model.layers) ** -0.5 if "linear_fc2" in name else 1.0  # as Megatron's init
-                generator = torch.Generator(parameter.device)
-                generator.manual_seed(seed_for(seed, f"layer {layer.layer_number}/{place}/{name}"))
-                with torch.no_grad():
-                    parameter.normal_(0.0, scale * model.init_std, generator=generator)
 
 
 def _moe_layers(module: nn.Module) -> Iterator[Any]:
@@ -187,6 +171,15 @@ class LoadBalance:
 # ---- names, and experts on other ranks ------------------------------------------------------------------------------
 
 
+def globally_named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``module.named_modules()``, experts named by their number in the whole model instead of that on the rank."""
+    first_expert = 0
+    for name, child in module.named_modules():
+        if isinstance(child, MoELayer):
+            first_expert = child.local_expert_indices[0]
+        yield global_name(name, first_expert=first_expert), child
+
+
 def global_name(module_name: str, *, first_expert: int) -> str:
     """The module's name with the expert's number in the whole model, where Megatron has the one on the rank."""
     return re.sub(
@@ -199,7 +192,7 @@ def is_expert(name: str) -> bool:
     return _EXPERT.search(name) is not None
 
 
-def with_all_experts(named: Iterable[tuple[str, Tensor]], *, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def with_all_experts(named: Iterable[tuple[str, Tensor]], *, num_experts: int | None) -> Iterator[tuple[str, Tensor]]:
     """The (name, tensor) pairs of a rank, and those of the experts on other ranks, each gathered when its turn comes.
 
     Collective over the expert-parallel group: every rank runs through all pairs.
@@ -210,28 +203,9 @@ def with_all_experts(named: Iterable[tuple[str, Tensor]], *, model: ModelConfig)
         if found is None or group.size() == 1:
             yield name, tensor
             continue
-        assert model.num_experts is not None
-        per_rank = model.num_experts // group.size()
+        assert num_experts is not None
+        per_rank = num_experts // group.size()
         parts = [torch.empty_like(tensor) for _ in range(group.size())]
         distributed.all_gather(parts, tensor.detach().contiguous(), group=group)
         for rank, part in enumerate(parts):
             yield _EXPERT.sub(str(rank * per_rank + int(found[0]) % per_rank), name), part
-
-
-@dataclass(frozen=True)
-class OfThisRank(Mapping[str, Tensor]):
-    """Those of the ``weights`` of a whole model that are among ``own``, the names of a rank's tensors, and all others
-    that are no expert's. A lazy mapping stays lazy."""
-
-    weights: Mapping[str, Tensor]
-    own: Iterable[str]
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.weights[name]
-
-    def __iter__(self) -> Iterator[str]:
-        own = frozenset(self.own)
-        return (name for name in self.weights if name in own or not is_expert(name))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
