@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from trainer.memory.arena import HostArena
+from trainer.memory.arena import HostArena, HostArenas
 
 SourceGetter = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
@@ -73,8 +73,8 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 class TensorBackuper:
     """Use :meth:`create`. Unknown tags are ValueErrors; a second backup of a tag reuses its memory."""
 
-    def __init__(self, source_getter: SourceGetter, *, pinned: bool, layout: Layout) -> None:
-        self._source_getter, self._pinned, self._layout = source_getter, pinned, layout
+    def __init__(self, source_getter: SourceGetter, *, arenas: HostArenas, layout: Layout) -> None:
+        self._source_getter, self._arenas, self._layout = source_getter, arenas, layout
         self._tags: dict[str, tuple[HostArena, dict[str, torch.Tensor]]] = {}
 
     @classmethod
@@ -83,14 +83,14 @@ class TensorBackuper:
         *,
         source_getter: SourceGetter,
         single_tag: str | None = None,
-        pinned: bool = False,
+        arenas: HostArenas | None = None,
         layout: Layout | None = None,
     ) -> TensorBackuper:
         """A backuper of the tensors that ``source_getter()`` yields as (name, tensor), always in the same order.
 
         Args:
             single_tag: must be None. A backuper of a single tag would not keep what role switching needs.
-            pinned: page-lock the arenas, for fast copies from and to a GPU.
+            arenas: makes the arena of each tag, ``weights/<tag>``; None: of ordinary memory.
             layout: which part of the tensors this rank keeps; None: all of them.
 
         Raises:
@@ -100,7 +100,7 @@ class TensorBackuper:
             raise ValueError(
                 f"single_tag={single_tag!r}: the weights backuper keeps every tag, single_tag must be None"
             )
-        return cls(source_getter, pinned=pinned, layout=WholeTensors() if layout is None else layout)
+        return cls(source_getter, arenas=arenas or HostArenas(pinned=False), layout=layout or WholeTensors())
 
     @property
     def backup_tags(self) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ class TensorBackuper:
         """Copy the source tensors to host memory under ``tag``."""
         sources = self._sources()
         if tag not in self._tags:
-            self._tags[tag] = self._new_tag(sources)
+            self._tags[tag] = self._new_tag(tag, sources)
         copies = self._copies(tag)
         _check_same(sources, copies, tag)
         for name, tensor in sources.items():
@@ -137,14 +137,14 @@ class TensorBackuper:
         """Make ``dst_tag`` (created if need be) hold what ``src_tag`` holds."""
         copies = self._copies(src_tag)
         if dst_tag not in self._tags:
-            self._tags[dst_tag] = self._new_tag(copies)
+            self._tags[dst_tag] = self._new_tag(dst_tag, copies)
         for name, tensor in self._copies(dst_tag).items():
             tensor.copy_(copies[name])
 
     def put(self, tag: str, weights: Mapping[str, torch.Tensor]) -> None:
         """Make ``tag`` (created if need be) hold ``weights``, which have the source tensors' names and shapes."""
         if tag not in self._tags:
-            self._tags[tag] = self._new_tag(self._sources())
+            self._tags[tag] = self._new_tag(tag, self._sources())
         for name, tensor in self._copies(tag).items():
             tensor.copy_(self._layout.own_part(name, weights[name]))
 
@@ -180,8 +180,8 @@ class TensorBackuper:
             raise ValueError(f"two tensors of the model are called {repeated}")
         return {name: self._layout.own_part(name, tensor) for name, tensor in sources.items()}
 
-    def _new_tag(self, like: Mapping[str, torch.Tensor]) -> tuple[HostArena, dict[str, torch.Tensor]]:
-        arena = HostArena(HostArena.bytes_needed(like.values()), pinned=self._pinned)
+    def _new_tag(self, tag: str, like: Mapping[str, torch.Tensor]) -> tuple[HostArena, dict[str, torch.Tensor]]:
+        arena = self._arenas.take(f"weights/{tag}", HostArena.bytes_needed(like.values()))
         arena.wait_until_ready()
         return arena, {name: arena.empty_like(tensor) for name, tensor in like.items()}
 

@@ -103,6 +103,8 @@ class SharedOptimizerConfig(Section):
     min_lr_ratio: float
     lr_schedule: str
     lr_warmup_steps: int
+    lr_wsd_decay_style: str
+    lr_wsd_decay_steps: Optional[int]  # noqa: UP045
     beta1: float
     beta2: float
     eps: float
@@ -226,12 +228,10 @@ class AlgoConfig(Section):
     responses_per_prompt: int
     epochs: int
     minibatches: int
+    shuffle_seed: int
     micro_batch_size: int
     micro_batch_tokens: Optional[int]  # noqa: UP045
-    gamma: float
-    lam: float
     whiten_advantages: bool
-    bootstrap_truncated: bool
     clip_low: float
     clip_high: float
     dual_clip: Optional[float]  # noqa: UP045
@@ -239,6 +239,7 @@ class AlgoConfig(Section):
     value_clip: Optional[float]  # noqa: UP045
     entropy_coef: float
     loss_aggregation: str
+    loss_length: int
     critic_warmup_steps: int
     start_critic_from_actor: Optional[bool]  # noqa: UP045
     heldout_prompts: int
@@ -277,6 +278,15 @@ class LoggerConfig(Section):
 
 
 @dataclass
+class DiagnosticsConfig(Section):
+    """``detect_anomaly``: torch.autograd's, which stops at the first NaN of a backward pass and names the operation.
+    ``profile_steps``: steps that torch.profiler traces."""
+
+    detect_anomaly: bool
+    profile_steps: List[int]  # noqa: UP006
+
+
+@dataclass
 class CheckpointConfig(Section):
     """``every_steps``: a checkpoint after every so many PPO steps and after the last one, null for none.
     ``keep_last``: how many are kept. ``keep_best``: measure the held-out accuracy at each, and keep the best one too.
@@ -290,7 +300,9 @@ class CheckpointConfig(Section):
 
 @dataclass
 class Config(Section):
-    """The whole run. ``task`` is a mapping with ``_target_``; its class (a dataclass) gives the types of the rest.
+    """The whole run. ``task`` and ``advantages`` are mappings with ``_target_``; its class (a dataclass) gives the
+    types of the rest. ``roles`` has no critic where the advantage estimator needs none. ``reward`` names a function
+    (response, example) -> float that pays in training, where the task's verdict does not.
 
     ``resume``: where the run goes on from. ``auto``: its own directory's latest checkpoint, if there is one; a path: a
     run directory or a checkpoint; null: nowhere, it starts anew. ``objective``: see :mod:`trainer.objectives`.
@@ -308,11 +320,14 @@ class Config(Section):
     parallel: ParallelConfig
     tokenizer: TokenizerConfig
     task: Dict[str, Any]  # noqa: UP006
+    reward: Optional[str]  # noqa: UP045
     rollout: RolloutConfig
+    advantages: Dict[str, Any]  # noqa: UP006
     algo: AlgoConfig
     platform: PlatformConfig
     launch: LaunchConfig
     logger: LoggerConfig
+    diagnostics: DiagnosticsConfig
     checkpoint: CheckpointConfig
     resume: Optional[str]  # noqa: UP045
     objective: List[str]  # noqa: UP006
@@ -326,6 +341,8 @@ class Config(Section):
     @property
     def critic_starts_from_actor(self) -> bool:
         """Whether the critic gets the warmed-up actor's body: by default if both architectures are equal."""
+        if "critic" not in self.roles:
+            return False
         wanted = self.algo.start_critic_from_actor
         return self.roles["actor"].model == self.roles["critic"].model if wanted is None else wanted
 
@@ -376,6 +393,7 @@ def to_config(composed: DictConfig) -> Config:
         omegaconf.errors.OmegaConfBaseException: an unknown key or a value of the wrong type.
         ValueError: a rule of :mod:`trainer.rules` is broken; names the values and the override to change.
     """
+    _check_whole_roles(composed)
     _check_model_folders(composed)
     missing = sorted(OmegaConf.missing_keys(composed))
     if missing:
@@ -383,13 +401,32 @@ def to_config(composed: DictConfig) -> Config:
         raise ValueError(f"no value given for {', '.join(missing)}: add {examples} to the command")
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, dict)
-    values["task"] = _typed_task(values["task"])
+    values["task"] = _typed_piece("task", values["task"], base=Task)
+    values["advantages"] = _typed_piece("advantages", values["advantages"], base=_estimator_base())
     typed = OmegaConf.merge(OmegaConf.structured(Config), values)
     explicit = frozenset(_explicit_flags(composed))
     config = OmegaConf.to_object(typed)
     assert isinstance(config, Config)
     rules.check(config, explicit_flags=explicit)
     return config
+
+
+def _check_whole_roles(composed: DictConfig) -> None:
+    """A role comes from three groups; with only some of them, omegaconf's errors would speak of missing values."""
+    for role in composed.roles:
+        groups = {"role": "ddp", "model": "model", "optimizer": "optimizer"}
+        whole = f"role@roles.{role}={role} model@roles.{role}.model=shared optimizer@roles.{role}.optimizer=shared"
+        missing = [group for group, key in groups.items() if _is_empty(composed.roles[role], key)]
+        if missing:
+            raise ValueError(
+                f"roles.{role} has nothing from the group {' and '.join(missing)}: a role needs {whole}. An algorithm "
+                "without a critic (algo=grpo, rloo or reinforce_pp) leaves all three of it out"
+            )
+
+
+def _is_empty(role: DictConfig, key: str) -> bool:
+    """Whether all values of a role's section are still missing."""
+    return OmegaConf.is_missing(role, key) or all(OmegaConf.is_missing(role[key], name) for name in role[key])
 
 
 def _check_model_folders(composed: DictConfig) -> None:
@@ -402,27 +439,35 @@ def _check_model_folders(composed: DictConfig) -> None:
             architecture_of(model.path)
 
 
-def _typed_task(task: dict[str, Any]) -> dict[str, Any]:
-    """Merge ``task`` into the dataclass that its ``_target_`` names, so that its values have types too."""
-    values = dict(task)
+def _estimator_base() -> type:
+    from trainer.algo.estimators import AdvantageEstimator  # imports torch, which nothing above needs
+
+    return AdvantageEstimator
+
+
+def _typed_piece(section: str, given: dict[str, Any], *, base: type) -> dict[str, Any]:
+    """Merge ``given`` into the dataclass that its ``_target_`` names, so that its values have types too."""
+    values = dict(given)
     target = values.pop("_target_", None)
     if not isinstance(target, str):
-        raise ValueError("task has no _target_: name the task's class with task._target_=package.module.Class")
+        raise ValueError(f"{section} has no _target_: name its class with {section}._target_=package.module.Class")
     try:
-        task_class = pkgutil.resolve_name(target)
+        piece = pkgutil.resolve_name(target)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"task._target_={target} cannot be imported: {error}") from error
-    if not (isinstance(task_class, type) and issubclass(task_class, Task) and dataclasses.is_dataclass(task_class)):
-        raise ValueError(f"task._target_={target} is no dataclass derived from trainer.tasks.Task")
-    known = [field.name for field in dataclasses.fields(task_class)]
+        raise ValueError(f"{section}._target_={target} cannot be imported: {error}") from error
+    if not (isinstance(piece, type) and issubclass(piece, base) and dataclasses.is_dataclass(piece)):
+        public = "trainer.tasks.Task" if base is Task else f"{base.__module__}.{base.__name__}"
+        raise ValueError(f"{section}._target_={target} is no dataclass derived from {public}")
+    known = [field.name for field in dataclasses.fields(piece)]
     for key in values:
         if key not in known:
-            raise ValueError(f"task.{key} is not a setting of {target}; it takes {', '.join(known)}")
-    schema = OmegaConf.create({"task": OmegaConf.structured(task_class)})  # nested, so that errors say task.<key>
-    OmegaConf.set_readonly(schema.task, False)  # which it is for a frozen dataclass
-    typed = OmegaConf.to_container(OmegaConf.merge(schema, {"task": values}), throw_on_missing=True)
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise ValueError(f"{section}.{key} is not a setting of {target}; {takes}")
+    schema = OmegaConf.create({section: OmegaConf.structured(piece)})  # nested, so that errors say section.<key>
+    OmegaConf.set_readonly(schema[section], False)  # which it is for a frozen dataclass
+    typed = OmegaConf.to_container(OmegaConf.merge(schema, {section: values}), throw_on_missing=True)
     assert isinstance(typed, dict)
-    return {"_target_": target, **typed["task"]}
+    return {"_target_": target, **typed[section]}
 
 
 def _explicit_flags(composed: DictConfig) -> Iterable[tuple[str, str]]:

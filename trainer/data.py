@@ -11,6 +11,7 @@ from torch import Tensor
 from trainer.config import Config
 from trainer.distributed import data_parallel_rank, data_parallel_size, max_over_ranks, seed_for
 from trainer.tasks.base import Example, Task
+from trainer.tasks.verifiers import reward_of
 
 _LENGTH_MULTIPLE = 8
 
@@ -53,7 +54,14 @@ class Prompts:
         return [self.tokenizer.encode(turn, add_special_tokens=False) for turn in turns]
 
     def scores(self, responses: Sequence[str], examples: Sequence[Example]) -> list[float]:
-        """The task's verdict on each response."""
+        """What each response is paid: by the function that ``reward`` names, or else the task's verdict."""
+        name = self._config.reward
+        if name is None:
+            return self.verdicts(responses, examples)
+        return [reward_of(name, text, example) for text, example in zip(responses, examples, strict=True)]
+
+    def verdicts(self, responses: Sequence[str], examples: Sequence[Example]) -> list[float]:
+        """The task's verdict on each response, in [0, 1]."""
         return [self._task.score(text, example) for text, example in zip(responses, examples, strict=True)]
 
     def supervised_batch(self, step: int) -> dict[str, Tensor]:
@@ -83,7 +91,7 @@ class Prompts:
         """
         order = torch.arange(sequences)
         if epoch > 0:
-            seed = seed_for(self._config.seed, f"shuffle/{epoch}", step=step, rank=data_parallel_rank())
+            seed = seed_for(self._config.algo.shuffle_seed, f"shuffle/{epoch}", step=step, rank=data_parallel_rank())
             order = torch.randperm(sequences, generator=torch.Generator().manual_seed(seed))
         yield from order.chunk(self._config.algo.minibatches)
 

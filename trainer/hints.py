@@ -14,7 +14,12 @@ _BACKUPER = (
     "there is no switch for the weights backuper any more: which copies exist follows from the memory policy. "
     "memory=rebuild keeps no host copy of the actor's parameters, memory=lean only the backuper's"
 )
+_NO_CRITIC = "algo=grpo, rloo and reinforce_pp have no critic: leave roles.critic out of the command, or use algo=ppo"
+_ESTIMATOR = "it belongs to the advantage estimator: advantages.{0}, where advantages={1}"
 REMOVED_KEYS = {
+    "gamma": _ESTIMATOR.format("gamma", "gae or reinforce_pp"),
+    "lam": _ESTIMATOR.format("lam", "gae"),
+    "bootstrap_truncated": _ESTIMATOR.format("bootstrap_truncated", "gae"),
     "disable_weights_backuper": _BACKUPER,
     "enable_weights_backuper": _BACKUPER,
     "offload_train": "use offload=train or offload=none",
@@ -59,6 +64,8 @@ def _hint_for_key(key: str) -> str | None:
     known = list(known_keys())
     if key in known:
         return None  # the value was refused, not the key
+    if key in ("roles.critic", "critic"):
+        return _NO_CRITIC
     names = {_last(name) for name in known}
     alike = difflib.get_close_matches(last, names, n=3, cutoff=0.6)
     nearest = sorted((name for name in known if _last(name) in alike), key=lambda name: -_similarity(name, key))

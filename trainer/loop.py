@@ -2,69 +2,69 @@
 
     rollout -> score -> values -> advantages -> train critic -> train actor (which is backed up) -> report -> checkpoint
 
+Algorithms without a critic (GRPO and the like) leave out the two phases that are the critic's.
 Whoever is not at work sleeps; a forward-only phase wakes parameters alone.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from patches.reloadable_groups import destroyed as process_groups_destroyed
 from trainer import metrics, optimizer, step, throughput
-from trainer.algo.advantages import gae, token_rewards
-from trainer.algo.kl import kl_estimate, next_kl_coef
-from trainer.algo.masked import whiten
+from trainer.algo.estimators import AdvantageEstimator
+from trainer.algo.kl import next_kl_coef
 from trainer.backup import LazyTensors
 from trainer.checkpoint.state import Checkpoints
 from trainer.config import AlgoConfig, Config
 from trainer.data import Prompts
-from trainer.distributed import (
-    agreed,
-    combined_digest,
-    data_parallel_group,
-    data_parallel_rank,
-    seed_for,
-    sum_over_ranks,
-)
+from trainer.diagnostics import StepTraces
+from trainer.distributed import combined_digest, data_parallel_rank, seed_for, sum_over_ranks
+from trainer.experience import add_advantages, agreed_responses, batch_of
 from trainer.micro_batches import Split
 from trainer.models.hf_bridge import to_hf
 from trainer.models.sharding import OUTPUT, named_tensors, whole_tensors
 from trainer.phases import Phases
 from trainer.report import Progress, RunRecords
 from trainer.role import FORWARD, Role
-from trainer.rollout.hf import HfEngine, Responses
+from trainer.rollout.hf import HfEngine
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop works with; built by the worker, all of it on every rank, models asleep."""
+    """What the loop works with; built by the worker, all of it on every rank, models asleep. Without a critic: None."""
 
     config: Config
     prompts: Prompts
+    estimator: AdvantageEstimator
     actor: Role
-    critic: Role
+    critic: Role | None
     engine: HfEngine
     phases: Phases
     vocab_size: int
 
     @property
     def roles(self) -> dict[str, Role]:
-        return {"actor": self.actor, "critic": self.critic}
+        return {role.name: role for role in (self.actor, self.critic) if role is not None}
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where results go; on ranks other than 0 all of it is silent."""
+    """Where results go; on ranks other than 0 all of it is silent, save traces, which every rank writes."""
 
     records: RunRecords | None
     progress: Progress | None
     log: Any
+    traces: StepTraces | None = None
+
+    def trace(self, step: int) -> AbstractContextManager[None]:
+        """What happens inside is traced if this step is to be."""
+        return self.traces.around(step) if self.traces else nullcontext()
 
 
 def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None) -> dict[str, Any]:
@@ -81,8 +81,7 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
         record: dict[str, Any] = {
             "step": 0,
             "heldout_accuracy": evaluate(run, at_step=0),
-            "parameters/actor": run.actor.parameter_count(),
-            "parameters/critic": run.critic.parameter_count(),
+            **{f"parameters/{name}": role.parameter_count() for name, role in run.roles.items()},
             **phases.end_step(),
         }
         kl_coef = settings.kl.coef
@@ -94,7 +93,8 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
         for name, schedule in schedules.items():
             schedule.step(resumed.schedule_steps[name])
     for step_number in range(record["step"] + 1, settings.num_steps + 1):
-        record = {"step": step_number, **ppo_step(run, step_number, schedules=schedules, kl_coef=kl_coef)}
+        with outputs.trace(step_number):
+            record = {"step": step_number, **ppo_step(run, step_number, schedules=schedules, kl_coef=kl_coef)}
         kl_coef = _next_kl_coef(run.config, kl_coef, record["kl"])
         if step_number == settings.num_steps or (checkpoints and checkpoints.needs_accuracy(step_number)):
             record["heldout_accuracy"] = evaluate(run, at_step=step_number)
@@ -120,7 +120,7 @@ def warm_up(run: Run, outputs: Outputs) -> None:
                 mean = sums["loss_sum"] / sums["loss_count"]
                 outputs.progress.warm_up(number, total=settings.warmup_steps, loss=mean)
         actor.copy_to_tag("ref")
-    if run.config.critic_starts_from_actor and actor.backuper:
+    if run.critic and run.config.critic_starts_from_actor and actor.backuper:
         with run.phases.phase("warm_up", step=0), run.critic.awake():
             start_critic_from(actor.backuper.get("ref"), run.critic)
         if outputs.progress:
@@ -134,7 +134,7 @@ def start_critic_from(weights: Mapping[str, Tensor], critic: Role) -> None:
 
 
 def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: float) -> dict[str, float]:
-    """One PPO step: from prompts to trained critic and actor."""
+    """One step: from prompts to trained critic and actor."""
     config, settings, phases = run.config, run.config.algo, run.phases
     actor, critic = run.actor, run.critic
     split: Split = {**split_of(settings), "minibatches": settings.minibatches}
@@ -150,19 +150,21 @@ def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: fl
             responses = run.engine.generate(prompts, seed=seed)
         run.engine.sleep()
         if config.parallel.model_ranks > 1:
-            responses = _agreed(responses)
-        batch = _batch_of(responses, run.prompts.scores(responses.texts, examples))
+            responses = agreed_responses(responses)
+        batch = batch_of(responses, run.prompts.scores(responses.texts, examples))
     with phases.phase("ref_log_probs", step=number), actor.awake(kinds=FORWARD, tag="ref"):
         batch["ref_log_probs"], _ = step.log_probs(actor, batch, **scoring)
     with phases.phase("log_probs", step=number), actor.awake(kinds=FORWARD):
         batch["old_log_probs"], entropy = step.log_probs(actor, batch, **scoring)
-    with phases.phase("values", step=number), critic.awake(kinds=FORWARD):
-        values = step.values(critic, batch, **split)
+    values = critic_sums = actor_sums = None
+    if critic:
+        with phases.phase("values", step=number), critic.awake(kinds=FORWARD):
+            values = step.values(critic, batch, **split)
     with phases.phase("advantages", step=number):
-        kl = _add_advantages(config, batch, values, kl_coef=kl_coef)
-    with phases.phase("train_critic", step=number), critic.awake():
-        critic_sums = _train(run, critic, batch, step.value_loss(settings), number, schedules["critic"])
-    actor_sums = None
+        kl = add_advantages(config, batch, values, estimator=run.estimator, kl_coef=kl_coef)
+    if critic:
+        with phases.phase("train_critic", step=number), critic.awake():
+            critic_sums = _train(run, critic, batch, step.value_loss(settings), number, schedules["critic"])
     if number > settings.critic_warmup_steps:
         with phases.phase("train_actor", step=number), actor.awake():
             loss = step.policy_loss(
@@ -177,13 +179,12 @@ def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: fl
             **metrics.of_critic(critic_sums),
             **metrics.of_actor(actor_sums),
             "kl_coef": kl_coef,
-            "actor/lr": optimizer.learning_rate(actor.optimizer),
-            "critic/lr": optimizer.learning_rate(critic.optimizer),
+            **{f"{name}/lr": optimizer.learning_rate(role.optimizer) for name, role in run.roles.items()},
         }
 
 
 def evaluate(run: Run, *, at_step: int) -> float:
-    """Mean score of greedy responses to the held-out questions."""
+    """Mean verdict of the task on greedy responses to the held-out questions."""
     with run.phases.phase("evaluate", step=at_step):
         _sync_engine(run)
         examples = run.prompts.heldout(run.config.algo.heldout_prompts)
@@ -191,7 +192,7 @@ def evaluate(run: Run, *, at_step: int) -> float:
         with process_groups_destroyed():
             if examples:
                 responses = run.engine.generate(run.prompts.encode(examples), seed=0, greedy=True)
-                scores = run.prompts.scores(responses.texts, examples)
+                scores = run.prompts.verdicts(responses.texts, examples)
         run.engine.sleep()
         sums = sum_over_ranks({"score": sum(scores), "count": len(scores)})
     return sums["score"] / sums["count"]
@@ -202,60 +203,6 @@ def _sync_engine(run: Run) -> None:
     model = run.actor.config.model
     with run.actor.awake(kinds=FORWARD):
         run.engine.wake_up(to_hf(whole_tensors(run.actor.chunks), model=model))
-
-
-def _agreed(responses: Responses) -> Responses:
-    """The responses, of which every rank that holds a part of the model has drawn the same; where a kernel is not
-    deterministic, those of the first of these ranks."""
-    values = {field.name: getattr(responses, field.name) for field in dataclasses.fields(responses)}
-    on_host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
-    return Responses(**agreed(on_host))
-
-
-def _batch_of(responses: Responses, scores: Sequence[float]) -> dict[str, Tensor]:
-    device = torch.cuda.current_device()
-    tensors = {
-        "tokens": responses.tokens,
-        "response_mask": responses.response_mask[:, 1:],
-        "engine_log_probs": responses.log_probs[:, 1:],
-        "truncated": responses.truncated,
-        "scores": torch.tensor(scores, dtype=torch.float32),
-    }
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
-
-
-def _add_advantages(config: Config, batch: dict[str, Tensor], values: Tensor, *, kl_coef: float) -> Tensor:
-    """Put values, advantages and returns into the batch; returns the KL estimate per token [n, s-1]."""
-    settings, mask = config.algo, batch["response_mask"]
-    kl = kl_estimate(
-        batch["old_log_probs"],
-        ref_log_probs=batch["ref_log_probs"],
-        response_mask=mask,
-        estimator=settings.kl.estimator,
-        clamp=settings.kl.clamp,
-    )
-    rewards = token_rewards(
-        batch["scores"],
-        kl=kl,
-        response_mask=mask,
-        kl_coef=kl_coef if settings.kl.placement == "reward" else 0.0,
-    )
-    batch["values"] = values[:, :-1]
-    # The column of the last response token, where the critic has read the whole response.
-    last = mask.shape[1] - mask.flip(1).int().argmax(dim=1, keepdim=True)
-    bootstrap = batch["truncated"] & settings.bootstrap_truncated
-    terminal_values = torch.where(bootstrap, values.gather(1, last).squeeze(1), 0.0)
-    batch["advantages"], batch["returns"] = gae(
-        rewards,
-        values=batch["values"],
-        response_mask=mask,
-        terminal_values=terminal_values,
-        gamma=settings.gamma,
-        lam=settings.lam,
-    )
-    if settings.whiten_advantages:
-        batch["advantages"] = whiten(batch["advantages"], mask=mask, group=data_parallel_group())
-    return kl
 
 
 def _train(
@@ -297,7 +244,7 @@ def _next_kl_coef(config: Config, kl_coef: float, observed: float) -> float:
 
 def _weights_sha256(run: Run, number: int) -> dict[str, str]:
     digests = {}
-    for role in (run.actor, run.critic):
+    for role in run.roles.values():
         with run.phases.phase("report", step=number), role.awake():
             digests[f"weights_sha256/{role.name}"] = combined_digest(role.weights_sha256())
     return digests

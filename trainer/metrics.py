@@ -15,7 +15,8 @@ Sums = Sequence[dict[str, float]]  # of the optimizer steps of one PPO step, see
 
 
 def of_rollout(batch: dict[str, Tensor], responses: Any, *, kl: Tensor, entropy: Tensor) -> dict[str, float]:
-    """Reward, KL to the reference, entropy, lengths, and statistics of values, returns and advantages. Collective."""
+    """Reward, KL to the reference, entropy, lengths, and statistics of advantages, with a critic also of values and
+    returns. Collective."""
     mask, scores = batch["response_mask"], batch["scores"].double()
     gap = (batch["old_log_probs"] - batch["engine_log_probs"]).abs()
     sums: dict[str, Tensor | float] = {
@@ -25,8 +26,10 @@ def of_rollout(batch: dict[str, Tensor], responses: Any, *, kl: Tensor, entropy:
         "reward_square": (scores**2).sum(),
         "truncated": responses.truncated.sum(),
     }
-    per_token = {"kl": kl, "entropy": entropy, "rollout_log_prob_gap": gap, "value": batch["values"]}
-    per_token |= {"return": batch["returns"], "advantage": batch["advantages"]}
+    per_token = {"kl": kl, "entropy": entropy, "rollout_log_prob_gap": gap}
+    credit = {"value": "values", "return": "returns", "advantage": "advantages"}
+    credit = {name: key for name, key in credit.items() if key in batch}
+    per_token |= {name: batch[key] for name, key in credit.items()}
     for name, x in per_token.items():
         sums[name], sums[f"{name}_square"] = moment_sums(x, mask=mask)
     total = sum_over_ranks(sums)
@@ -41,7 +44,7 @@ def of_rollout(batch: dict[str, Tensor], responses: Any, *, kl: Tensor, entropy:
     }
     for name in per_token:
         result[name if name in ("kl", "entropy", "rollout_log_prob_gap") else f"{name}_mean"] = total[name] / tokens
-    for name in ("value", "return", "advantage"):
+    for name in credit:
         variance = variance_from_sums(count=tokens, total=total[name], square_total=total[f"{name}_square"])
         result[f"{name}_std"] = variance**0.5
     return result
@@ -79,8 +82,10 @@ def of_actor(sums: Sums | None) -> dict[str, float]:
     }
 
 
-def of_critic(sums: Sums) -> dict[str, float]:
-    """Value loss, clip fraction and explained variance."""
+def of_critic(sums: Sums | None) -> dict[str, float]:
+    """Value loss, clip fraction and explained variance; nothing without a critic."""
+    if sums is None:
+        return {}
     total = {name: sum(step[name] for step in sums) for name in sums[0]}
     return {
         **_common(sums, "critic"),

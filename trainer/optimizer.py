@@ -62,7 +62,8 @@ def megatron_optimizer(chunks: list[Any], role_config: RoleConfig) -> Any:
 
 
 def build_scheduler(optimizer: Any, role_config: RoleConfig, *, total_steps: int) -> OptimizerParamScheduler:
-    """Megatron's schedule over ``total_steps`` optimizer steps: warm-up, then constant, linear or cosine decay."""
+    """Megatron's schedule over ``total_steps`` optimizer steps: warm-up, then constant, linear or cosine decay, or a
+    decay in the last steps only (WSD, arXiv:2404.06395 section 4)."""
     settings = role_config.optimizer
     return OptimizerParamScheduler(
         optimizer,
@@ -71,7 +72,9 @@ def build_scheduler(optimizer: Any, role_config: RoleConfig, *, total_steps: int
         min_lr=settings.lr * settings.min_lr_ratio,
         lr_warmup_steps=settings.lr_warmup_steps,
         lr_decay_steps=max(total_steps, settings.lr_warmup_steps + 1),
-        lr_decay_style=settings.lr_schedule,
+        lr_decay_style="WSD" if settings.lr_schedule == "wsd" else settings.lr_schedule,
+        wsd_decay_steps=settings.lr_wsd_decay_steps,
+        lr_wsd_decay_style=settings.lr_wsd_decay_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=0,

@@ -40,9 +40,10 @@ class Phases:
         own, since asking for the proportional set makes the kernel walk through all pages of the process."""
         self._step, self._phase = step, name
         start = time.perf_counter()
-        yield
-        if self._gpu:
-            torch.cuda.synchronize()
+        with torch.profiler.record_function(name):  # its name in a trace
+            yield
+            if self._gpu:
+                torch.cuda.synchronize()
         worked = time.perf_counter()
         self._sample()
         for phase, seconds in ((name, worked - start), (SAMPLING, time.perf_counter() - worked)):

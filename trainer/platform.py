@@ -23,6 +23,7 @@ def set_up(config: Config) -> list[str]:
         One line per applied patch, for the log.
     """
     torch.set_num_threads(config.launch.threads_per_worker)
+    torch.autograd.set_detect_anomaly(config.diagnostics.detect_anomaly)
     # megatron-core warns that Transformer Engine and Apex are absent and that GPTModel gets no new features.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)

@@ -77,7 +77,7 @@ class Role:
             self.backuper = TensorBackuper.create(
                 source_getter=lambda: named_tensors(self.chunks),
                 single_tag=None,
-                pinned=arenas.pinned,
+                arenas=arenas,
                 layout=ParamShards(self.chunks) if config.memory.tags == "sharded" else None,
             )
             self._backup_if_trained()

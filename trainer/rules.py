@@ -1,8 +1,7 @@
 """The rules that join several settings, one function each, all checked before anything is launched.
 
 Every function takes the whole config and raises ValueError: what was given, what is allowed, and the override that
-changes it. :func:`check` runs them all. Nothing here imports torch, save to read a
-checkpoint's config.json.
+changes it. :func:`check` runs them all; those of the algorithm are in :mod:`trainer.rules_algo`.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class
 
-from trainer import limits, memory_rules, moe_rules, objectives, parallel_rules, speed_rules
+from trainer import limits, memory_rules, moe_rules, objectives, parallel_rules, rules_algo, speed_rules
 from trainer.hf_architecture import FIXED, architecture_of
+from trainer.tasks.verifiers import import_function
 from trainer.tokenizer import check_vocab_size
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     """
     limits.check_choices(config)
     limits.check_ranges(config)
-    check_roles(config)
-    check_ppo(config)
-    check_critic_start(config)
+    rules_algo.check(config)
     check_explicit_flags(config, explicit_flags)
     check_nccl_ub(config)
     check_destroy_process_groups(config)
@@ -63,37 +61,9 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     check_batch_sizes(config)
     speed_rules.check(config)
     check_lengths(config)
+    check_profile_steps(config)
     check_task(config)
     check_tokenizer(config)
-
-
-def check_roles(config: Config) -> None:
-    if set(config.roles) != {"actor", "critic"}:
-        raise ValueError(
-            f"roles are {', '.join(config.roles) or 'empty'}: algo=ppo needs roles.actor and roles.critic "
-            "(role@roles.actor=actor role@roles.critic=critic)"
-        )
-
-
-def check_ppo(config: Config) -> None:
-    algo, kl = config.algo, config.algo.kl
-    if algo.dual_clip is not None and algo.dual_clip <= 1:
-        raise ValueError(f"algo.dual_clip={algo.dual_clip}: must be greater than 1, or null for no dual clip")
-    if kl.target is not None and kl.target <= 0:
-        raise ValueError(f"algo.kl.target={kl.target}: must be greater than 0, or null for a fixed algo.kl.coef")
-    if kl.placement == "loss" and kl.estimator == "k1":
-        raise ValueError(
-            "algo.kl.estimator=k1 with algo.kl.placement=loss: the expected gradient of k1 is zero (arXiv:2506.09477), "
-            "so this loss would do nothing. Use algo.kl.estimator=k2 or k3, or algo.kl.placement=reward"
-        )
-
-
-def check_critic_start(config: Config) -> None:
-    if config.critic_starts_from_actor and config.roles["actor"].model != config.roles["critic"].model:
-        raise ValueError(
-            "algo.start_critic_from_actor=true needs the same roles.actor.model and roles.critic.model: make them "
-            "equal, or use algo.start_critic_from_actor=null or false"
-        )
 
 
 def check_nccl_ub(config: Config) -> None:
@@ -303,6 +273,15 @@ def check_lengths(config: Config) -> None:
             )
 
 
+def check_profile_steps(config: Config) -> None:
+    absent = [step for step in config.diagnostics.profile_steps if not 1 <= step <= config.algo.num_steps]
+    if absent:
+        raise ValueError(
+            f"diagnostics.profile_steps={config.diagnostics.profile_steps}: step {absent[0]} is none of the "
+            f"algo.num_steps={config.algo.num_steps} steps of this run"
+        )
+
+
 def make_task(config: Config) -> Task:
     """The run's task (cheap, torch-free)."""
     settings = dict(config.task)
@@ -310,8 +289,10 @@ def make_task(config: Config) -> Task:
 
 
 def check_task(config: Config) -> None:
-    """Build the task and let it judge its own settings."""
+    """Build the task and let it judge its own settings; find the reward function."""
     make_task(config).validate()
+    if config.reward is not None:
+        import_function(config.reward, setting="reward")
 
 
 def check_tokenizer(config: Config) -> None:

@@ -49,19 +49,21 @@ LossTerms = tuple[Tensor, Tensor, dict[str, Tensor]]
 class Loss:
     """What is trained: (model output, micro-batch) -> (summed loss, its count, sums to report).
 
-    ``aggregation``: the mode of :func:`trainer.algo.losses.aggregate` by which it is summed.
+    ``aggregation``, ``fixed_length``: how :func:`trainer.algo.losses.aggregate` sums it.
     """
 
     compute: Callable[[Tensor, Batch], LossTerms]
     aggregation: str
+    fixed_length: int | None = None
 
     def __call__(self, output: Tensor, batch: Batch) -> LossTerms:
         return self.compute(output, batch)
 
     def sequence_weights(self, batch: Batch) -> Tensor:
         """[b]: what a loss of one per response token comes to, by sequence."""
+        how = {"mode": self.aggregation, "fixed_length": self.fixed_length}
         rows = batch["response_mask"].split(1)
-        return torch.stack([losses.aggregate(row.float(), mask=row, mode=self.aggregation)[0] for row in rows])
+        return torch.stack([losses.aggregate(row.float(), mask=row, **how)[0] for row in rows])
 
 
 def select(batch: Batch, rows: Tensor | slice) -> dict[str, Tensor]:
@@ -246,9 +248,9 @@ def policy_loss(settings: AlgoConfig, *, temperature: float, vocab_size: int, kl
                 clamp=kl.clamp,
             )
         stats["tokens"] = mask.sum()
-        return *losses.aggregate(per_token, mask=mask, mode=settings.loss_aggregation), stats
+        return *_aggregate(per_token, mask, settings), stats
 
-    return Loss(loss, settings.loss_aggregation)
+    return Loss(loss, settings.loss_aggregation, settings.loss_length)
 
 
 def value_loss(settings: AlgoConfig) -> Loss:
@@ -264,6 +266,10 @@ def value_loss(settings: AlgoConfig) -> Loss:
             value_clip=settings.value_clip,
         )
         stats["tokens"] = mask.sum()
-        return *losses.aggregate(per_token, mask=mask, mode=settings.loss_aggregation), stats
+        return *_aggregate(per_token, mask, settings), stats
 
-    return Loss(loss, settings.loss_aggregation)
+    return Loss(loss, settings.loss_aggregation, settings.loss_length)
+
+
+def _aggregate(per_token: Tensor, mask: Tensor, settings: AlgoConfig) -> tuple[Tensor, Tensor]:
+    return losses.aggregate(per_token, mask=mask, mode=settings.loss_aggregation, fixed_length=settings.loss_length)

@@ -15,8 +15,9 @@ from trainer import platform
 from trainer.checkpoint import folder
 from trainer.config import Config, to_plain
 from trainer.plan import make_plan
-from trainer.plan.footprint import arena_sizes_bytes, footprint, plan_rows
+from trainer.plan.footprint import footprint, plan_rows
 from trainer.rules import make_task
+from trainer.rules_algo import make_estimator
 
 if TYPE_CHECKING:
     from trainer.loop import Run as LoopRun
@@ -39,6 +40,7 @@ def run(job: Job) -> dict[str, Any]:
     platform.set_up_process_groups(job.config)
     job = _as_on_node_0(job)
     from trainer.checkpoint.state import Checkpoints  # imports megatron, which must come after the patches
+    from trainer.diagnostics import FOLDER, StepTraces
     from trainer.loop import Outputs, train
     from trainer.phases import Phases
     from trainer.report import Progress, RunRecords, open_loggers, write_report
@@ -52,7 +54,8 @@ def run(job: Job) -> dict[str, Any]:
             log = stack.enter_context(
                 open_loggers(job.config.logger, job.directory, hyperparameters=to_plain(job.config))
             )
-            outputs = Outputs(records, stack.enter_context(Progress(job.config.algo.num_steps)), log)
+            progress = Progress(job.config.algo.num_steps)
+            outputs = Outputs(records, stack.enter_context(progress), log)
             write = records.memory
         phases = Phases(write, gpu=job.config.platform.name == "cuda")
         phases.ledger("baseline", step=done or 0)
@@ -63,6 +66,8 @@ def run(job: Job) -> dict[str, Any]:
         for name, path in starting_points(job.config).items() if done is None else ():
             head = "; its value head is new" if name == "critic" else ""
             note(f"the {name} starts from {path}{head}")
+        traces = StepTraces(job.config.diagnostics.profile_steps, job.directory / FOLDER, note=note)
+        outputs = replace(outputs, traces=traces)
         checkpoints = Checkpoints(
             job.config, job.directory, resume_from=job.resume_from, tokenizer=parts.prompts.tokenizer, note=note
         )
@@ -119,7 +124,7 @@ def starting_points(config: Config) -> dict[str, str]:
     """Role -> the model folder whose weights it starts from; not a critic that is to get the warmed-up actor's."""
     paths = {name: role.model.path for name, role in config.roles.items()}
     if config.critic_starts_from_actor:
-        paths.pop("critic")
+        del paths["critic"]
     return {name: path for name, path in paths.items() if path is not None}
 
 
@@ -152,11 +157,11 @@ def build(config: Config, phases: Phases) -> LoopRun:
     saver = make_saver(config)
     plan = make_plan(config)
     arenas = HostArenas(pinned=config.platform.name == "cuda" and config.offload.train)
-    arenas.reserve(arena_sizes_bytes(footprint(config, vocab_size=len(tokenizer), stage=pipeline_rank())))
+    arenas.reserve(footprint(config, vocab_size=len(tokenizer), stage=pipeline_rank()).arenas)
     prompts = Prompts(config, task=task, tokenizer=tokenizer)
     paths = starting_points(config)
     roles = {}
-    for name in ("actor", "critic"):
+    for name in config.roles:
         roles[name] = Role(
             name,
             config,
@@ -178,8 +183,9 @@ def build(config: Config, phases: Phases) -> LoopRun:
     return Run(
         config=config,
         prompts=prompts,
+        estimator=make_estimator(config),
         actor=roles["actor"],
-        critic=roles["critic"],
+        critic=roles.get("critic"),
         engine=engine,
         phases=phases,
         vocab_size=len(tokenizer),

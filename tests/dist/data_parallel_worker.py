@@ -25,8 +25,10 @@ from tests.roles import (
     train,
     weights_of,
 )
-from trainer import loop, metrics, platform, step
+from trainer import metrics, platform, step
+from trainer.rules_algo import make_estimator
 from trainer.distributed import data_parallel_rank, data_parallel_size
+from trainer.experience import add_advantages
 from trainer.micro_batches import Split, micro_batches
 from trainer.models import build
 from trainer.role import FORWARD, Role
@@ -69,7 +71,7 @@ def gradients_of_uneven_lengths() -> dict[tuple[str, str, int | str], Any]:
     for name in ("actor", "critic"):
         fresh_saver()
         role = make_role(name, *FP32, "optimizer.clip_grad=0", f"roles.{name}.optimizer.lr=0")
-        for mode in ("token_mean", "sequence_mean"):
+        for mode in ("token_mean", "sequence_mean", "fixed_length"):
             loss = loss_of(role, f"algo.loss_aggregation={mode}")
             batch = my_share(make_batch([1, 3, 50, 200]))
             for micro_batch_size in (1, 2, 4)[: len(batch["tokens"])]:
@@ -113,13 +115,27 @@ def metrics_of_one_step() -> dict[str, dict[str, float]]:
             actor, batch, temperature=1.0, vocab_size=VOCAB_SIZE, micro_batch_size=2
         )
         values = step.values(critic, batch, micro_batch_size=2)
-        kl = loop._add_advantages(config, batch, values, kl_coef=0.1)
+        kl = add_advantages(config, batch, values, estimator=make_estimator(config), kl_coef=0.1)
         sums = {
             role.name: [step.train_minibatch(role, batch, loss_of(role), micro_batch_size=2) for _ in range(2)]
             for role in (critic, actor)
         }
         rollout = metrics.of_rollout(batch, SimpleNamespace(truncated=batch["truncated"]), kl=kl, entropy=entropy)
         results[case] = {**rollout, **metrics.of_actor(sums["actor"]), **metrics.of_critic(sums["critic"])}
+    return results
+
+
+def advantages_without_a_critic() -> dict[str, Tensor]:
+    """Algorithm -> advantages of all ranks' tokens: two questions with two responses each, an empty one among them."""
+    results = {}
+    for algo in ("grpo", "rloo", "reinforce_pp"):
+        config = small_config(f"algo={algo}", "algo.kl.placement=reward", "algo.kl.estimator=k1")
+        whole = make_batch([4, 2, 0, 3]) | {"scores": torch.tensor([1.0, 0.0, 1.0, 0.5])}
+        batch = my_share(whole | {"truncated": torch.zeros(4, dtype=torch.bool)})
+        add_advantages(config, batch, None, estimator=make_estimator(config), kl_coef=0.1)
+        everyones: list[Any] = [None] * data_parallel_size()
+        distributed.all_gather_object(everyones, batch["advantages"])
+        results[algo] = torch.cat(everyones)
     return results
 
 
@@ -230,6 +246,7 @@ CHECKS: tuple[Callable[[], Any], ...] = (
     gradients_of_uneven_lengths,
     by_length_with_overlap,
     metrics_of_one_step,
+    advantages_without_a_critic,
     weights_after_every_change,
     overlap_in_several_buckets,
     shared_tags,

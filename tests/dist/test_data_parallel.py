@@ -20,10 +20,10 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["actor", "critic"])
-@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean", "fixed_length"])
 def test_lengths_of_1_to_200_give_the_same_gradients_however_they_are_split(results, name, mode):
     expected_sums, expected = results[1]["gradients_of_uneven_lengths"][name, mode, 4]
-    assert expected_sums["loss_count"] == {"token_mean": 254, "sequence_mean": 4}[mode]
+    assert expected_sums["loss_count"] == {"token_mean": 254}.get(mode, 4)
     for ranks in (1, 2):
         for split in (*(1, 2, 4)[: 4 // ranks], "by_length"):
             sums, actual = results[ranks]["gradients_of_uneven_lengths"][name, mode, split]
@@ -49,6 +49,15 @@ def test_metrics_of_the_first_step_do_not_depend_on_the_number_of_ranks(results,
     assert one["advantage_std"] == pytest.approx(1.0)
     assert one["actor/grad_norm"] > 0
     assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("algo", ["grpo", "rloo", "reinforce_pp"])
+def test_advantages_without_a_critic_do_not_depend_on_the_number_of_ranks(results, algo):
+    one, two = (results[ranks]["advantages_without_a_critic"][algo] for ranks in (1, 2))
+    torch.testing.assert_close(two, one)
+    assert one[0].abs().sum() > 0
+    assert not one[2].any()  # empty
+    assert one[3].any() == (algo == "reinforce_pp")  # alone in its group
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -49,6 +49,15 @@ def test_every_policy_computes_the_bits_of_offload_none(nproc, tmp_path):
         assert numbers(results[name]) == numbers(results["none"]), name
 
 
+def test_policies_compute_the_same_without_a_critic(tmp_path):
+    cases = {name: CASES[name] for name in ("none", "lean", "rebuild")}
+    results = run_cases(cases, nproc=2, log_dir=tmp_path, extra=("algo=grpo", "algo.responses_per_prompt=4"))
+    last = results["none"]["metrics"][-1]
+    assert [name for name in last if name.startswith(("critic/", "weights_sha256/"))] == ["weights_sha256/actor"]
+    for name in cases:
+        assert numbers(results[name]) == numbers(results["none"]), name
+
+
 @pytest.mark.parametrize(
     "extra",
     [

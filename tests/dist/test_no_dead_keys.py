@@ -1,4 +1,4 @@
-"""Every setting under ``algo`` and ``rollout`` reaches the numbers of a run."""
+"""Every setting under ``algo``, ``advantages``, ``rollout`` and ``optimizer`` reaches the numbers of a run."""
 
 import dataclasses
 import json
@@ -7,7 +7,8 @@ import pytest
 
 from tests.composing import SMALL, config_of
 from tests.dist.invariance_worker import run_matrix
-from trainer.config import AlgoConfig, KlConfig, RolloutConfig
+from trainer.algo.estimators import Gae, Grpo, ReinforcePlusPlus
+from trainer.config import AlgoConfig, KlConfig, RolloutConfig, SharedOptimizerConfig
 from trainer.launch import launch
 from trainer.launch_environment import worker_environment
 
@@ -17,6 +18,8 @@ BASE = (
     *("offload=none", "model.dtype=fp32", "model.layers=1", "task.forms=digits", "rollout.max_new_tokens=2"),
     *("algo.warmup_steps=25", "algo.warmup_lr=5e-3", "algo.warmup_batch_size=16"),
 )
+WSD = ("optimizer.lr_schedule=wsd", "optimizer.lr_wsd_decay_steps=3")
+REINFORCE = ("algo=reinforce_pp", "algo.whiten_advantages=false")
 LARGE_STEPS = ("roles.actor.optimizer.lr=2e-2", "algo.epochs=2")
 
 # leaf -> (another value, what must be set beside it for the leaf to matter)
@@ -29,10 +32,8 @@ FLIPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "algo.responses_per_prompt": ("4", ()),
     "algo.epochs": ("2", ()),
     "algo.minibatches": ("1", ()),
-    "algo.gamma": ("0.5", ()),
-    "algo.lam": ("0.5", ()),
+    "algo.shuffle_seed": ("7", ("algo.epochs=2",)),
     "algo.whiten_advantages": ("false", ()),
-    "algo.bootstrap_truncated": ("true", ()),
     "algo.clip_low": ("0.01", LARGE_STEPS),
     "algo.clip_high": ("0.01", LARGE_STEPS),
     "algo.dual_clip": ("1.01", LARGE_STEPS),
@@ -40,6 +41,7 @@ FLIPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "algo.value_clip": ("0.001", ()),
     "algo.entropy_coef": ("0.1", ()),
     "algo.loss_aggregation": ("sequence_mean", ()),
+    "algo.loss_length": ("1", ("algo.loss_aggregation=fixed_length", "algo.entropy_coef=1")),
     "algo.critic_warmup_steps": ("1", ()),
     "algo.start_critic_from_actor": ("false", ()),
     "algo.heldout_prompts": ("1", ()),
@@ -49,6 +51,22 @@ FLIPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "algo.kl.clamp": ("0.001", ()),
     "algo.kl.target": ("0.01", ()),
     "algo.kl.horizon": ("100", ("algo.kl.target=0.01",)),
+    "gae.gamma": ("0.5", ()),
+    "gae.lam": ("0.5", ()),
+    "gae.bootstrap_truncated": ("true", ()),
+    "grpo.divide_by_std": ("false", ("algo=grpo", "algo.responses_per_prompt=4")),
+    "reinforce_pp.gamma": ("0.5", REINFORCE),
+    "reinforce_pp.group_baseline": ("true", REINFORCE),
+    "optimizer.min_lr_ratio": ("0.5", ("optimizer.lr_schedule=linear",)),
+    "optimizer.lr_schedule": ("linear", ()),
+    "optimizer.lr_warmup_steps": ("3", ()),
+    "optimizer.lr_wsd_decay_style": ("linear", WSD),
+    "optimizer.lr_wsd_decay_steps": ("2", WSD),
+    "optimizer.beta1": ("0.5", ()),
+    "optimizer.beta2": ("0.5", ()),
+    "optimizer.eps": ("1e-3", ()),
+    "optimizer.weight_decay": ("0.1", ()),
+    "optimizer.clip_grad": ("0.01", ()),
     "rollout.temperature": ("0.7", ()),
     "rollout.top_p": ("0.5", ()),
     "rollout.max_new_tokens": ("3", ()),
@@ -61,8 +79,17 @@ INVISIBLE = {
 }
 
 
+def overrides_of(leaf):
+    value, context = FLIPS[leaf]
+    section, _, field = leaf.partition(".")
+    key = f"advantages.{field}" if section in ("gae", "grpo", "reinforce_pp") else leaf
+    kept = [override for override in context if override.partition("=")[0] != key]
+    return (*kept, f"{key}={value}")
+
+
 def leaves():
-    sections = {"algo": AlgoConfig, "algo.kl": KlConfig, "rollout": RolloutConfig}
+    sections = {"algo": AlgoConfig, "algo.kl": KlConfig, "rollout": RolloutConfig, "optimizer": SharedOptimizerConfig}
+    sections |= {"gae": Gae, "grpo": Grpo, "reinforce_pp": ReinforcePlusPlus}
     return {
         f"{section}.{field.name}"
         for section, schema in sections.items()
@@ -80,7 +107,7 @@ def test_every_leaf_of_the_schema_is_listed_once():
 def records(tmp_path_factory):
     """Overrides beyond BASE -> the metrics of that run, all in one worker."""
     wanted = {context for _, context in FLIPS.values()}
-    wanted |= {(*context, f"{leaf}={value}") for leaf, (value, context) in FLIPS.items()}
+    wanted |= {overrides_of(leaf) for leaf in FLIPS}
     configs = {overrides: config_of(*BASE, *overrides) for overrides in sorted(wanted)}
     environment = worker_environment(platform="cpu", sleeps=False, threads_per_worker=1)
     log_dir = tmp_path_factory.mktemp("dead_keys")
@@ -99,5 +126,5 @@ def test_the_base_run_is_no_degenerate_case(records):
 
 @pytest.mark.parametrize("leaf", FLIPS)
 def test_another_value_gives_other_numbers(records, leaf):
-    value, context = FLIPS[leaf]
-    assert json.dumps(records[(*context, f"{leaf}={value}")]) != json.dumps(records[context])
+    changed, base = records[overrides_of(leaf)], records[FLIPS[leaf][1]]
+    assert json.dumps(changed) != json.dumps(base)

@@ -151,7 +151,9 @@ def losses_with_padding(padding, mask):
     )
     kl = kl_estimate(log_probs, ref_log_probs=padded(), response_mask=mask, estimator="k3", clamp=None)
     numerators = [
-        aggregate(x, mask=mask, mode=mode)[0] for x in (actor_loss, critic_loss, kl) for mode in LOSS_AGGREGATIONS
+        aggregate(x, mask=mask, mode=mode, fixed_length=7)[0]
+        for x in (actor_loss, critic_loss, kl)
+        for mode in LOSS_AGGREGATIONS
     ]
     torch.stack(numerators).sum().backward()
     return [actor_loss, critic_loss, log_probs.grad, values.grad, *numerators], {
@@ -183,7 +185,7 @@ def test_fully_masked_step_leaves_weights_unchanged():
     weight = torch.ones(3, requires_grad=True)
     mask = torch.zeros(2, 3, dtype=torch.bool)
     for mode in LOSS_AGGREGATIONS:
-        divide_or_zero(*aggregate(weight.expand(2, 3), mask=mask, mode=mode)).backward()
+        divide_or_zero(*aggregate(weight.expand(2, 3), mask=mask, mode=mode, fixed_length=7)).backward()
     torch.optim.SGD([weight], lr=1.0).step()
     assert torch.equal(weight, torch.ones(3))
 
@@ -195,6 +197,8 @@ def test_aggregate_by_hand():
     assert (numerator.item(), denominator.item()) == (9.0, 3)
     numerator, denominator = aggregate(loss, mask=mask, mode="sequence_mean")
     assert (numerator.item(), denominator.item()) == (2.0 + 5.0, 2)
+    numerator, denominator = aggregate(loss, mask=mask, mode="fixed_length", fixed_length=4)
+    assert (numerator.item(), denominator.item()) == (9.0 / 4, 2)
 
 
 def test_unknown_aggregation():
@@ -220,7 +224,7 @@ def gradients_of_split(split, mode):
     mask = torch.arange(200)[None] < torch.tensor(LENGTHS)[:, None]
     weight = torch.full((2, 3), 0.3, dtype=torch.float64, requires_grad=True)
     micro_batches = [rows for rank in split for rows in rank]
-    denominator = sum(aggregate(returns[rows], mask=mask[rows], mode=mode)[1] for rows in micro_batches)
+    denominator = sum(aggregate(returns[rows], mask=mask[rows], mode=mode, fixed_length=7)[1] for rows in micro_batches)
     totals = {}
     for rank in split:
         for rows in rank:
@@ -234,7 +238,7 @@ def gradients_of_split(split, mode):
             critic_loss, critic_stats = value_loss(
                 values, old_values=old_values[cut], returns=returns[cut], value_clip=0.2, **options
             )
-            numerator, _ = aggregate(actor_loss + critic_loss, mask=mask[cut], mode=mode)
+            numerator, _ = aggregate(actor_loss + critic_loss, mask=mask[cut], mode=mode, fixed_length=7)
             (numerator / denominator).backward()  # the all-reduce over ranks sums, and so does .grad here
             for name, x in {**actor_stats, **critic_stats}.items():
                 totals[name] = totals.get(name, 0.0) + x.item()

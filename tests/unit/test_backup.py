@@ -9,7 +9,7 @@ import torch
 
 import patches
 from trainer.backup import TensorBackuper
-from trainer.memory.arena import HostArena
+from trainer.memory.arena import HostArena, HostArenas
 
 MIB = 1 << 20
 
@@ -185,7 +185,7 @@ def test_a_new_tag_is_written_only_once_its_arena_is_ready(monkeypatch):
     monkeypatch.setattr(HostArena, "_pin", touch_late)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     weights = {"w": torch.arange(1.0, 5.0)}
-    backuper = TensorBackuper.create(source_getter=lambda: weights.items(), pinned=True)
+    backuper = TensorBackuper.create(source_getter=lambda: weights.items(), arenas=HostArenas(pinned=True))
     backuper.backup("actor")
     backuper.copy(src_tag="actor", dst_tag="ref")
     time.sleep(0.4)

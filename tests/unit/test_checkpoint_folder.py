@@ -14,16 +14,27 @@ from trainer.checkpoint import folder
 from trainer.checkpoint.folder import Manifest
 from trainer.config import to_plain
 
+ROLES = ("actor", "critic")
 
-def save(run: Path, step: int, *, keep_last: int = 9, keep_best: bool = False, config=None, record=None) -> Path:
+
+def save(
+    run: Path,
+    step: int,
+    *,
+    keep_last: int = 9,
+    keep_best: bool = False,
+    config=None,
+    record=None,
+    roles=ROLES,
+) -> Path:
     """A checkpoint with one file of ten bytes."""
     temporary = folder.begin(run / "checkpoints", step)
     (temporary / "actor.safetensors").write_bytes(b"0123456789")
     manifest = Manifest(
         step=step,
         kl_coef=0.1,
-        schedule_steps={"actor": step},
-        optimizer_steps={"actor": step},
+        schedule_steps=dict.fromkeys(roles, step),
+        optimizer_steps=dict.fromkeys(roles, step),
         record=record or {"step": step, "reward": 0.1 + 0.2},
         config=to_plain(config) if config else {},
         file_bytes={"actor.safetensors": 10},

@@ -188,6 +188,24 @@ def test_labels_say_what_differs_by_the_shortest_name_that_is_unique(tmp_path: P
     assert [group.label for group in group_runs(read_runs([tmp_path]))] == ["restore=backuper", "restore=saver"]
 
 
+def test_groups_that_follow_from_what_was_asked_for_are_not_told(tmp_path: Path):
+    """As a sweep over algo has them, whose options choose an estimator and the critic; its shuffle seed is a seed."""
+    for seed, algo, credit, critic in (
+        (1, "ppo", "gae", "critic"),
+        (1, "grpo", "grpo", None),
+        (2, "grpo", "grpo", None),
+    ):
+        run = make_run(tmp_path / f"{algo}{seed}", seed=seed)
+        config = json.loads((run / "config.json").read_text()) | {"advantages": {"_target_": credit}}
+        config["algo"] = {"shuffle_seed": seed, "value_clip": 0.2 if critic else None}
+        (run / "config.json").write_text(json.dumps(config))
+        choices = {"memory": "lean", "role@roles.critic": critic, "advantages": credit, "algo": algo}
+        (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"choices": choices}}}))
+        (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([f"algo={algo}", f"seed={seed}"]))
+    groups = group_runs(read_runs([tmp_path]))
+    assert [(group.label, len(group.runs)) for group in groups] == [("algo=grpo", 2), ("algo=ppo", 1)]
+
+
 def test_broken_runs_are_listed_and_the_rest_is_compared(sweep: Path):
     cut = make_run(sweep / "4", seed=3, finished=False)
     with (cut / "metrics.jsonl").open("a") as file:

@@ -29,6 +29,7 @@ NEEDS = {
     ("task", "jsonl"): ["task.path={jsonl}"],
     ("task", "reasoning_gym"): ["task.dataset=chain_sum"],
     ("model", "hf"): ["model.path={checkpoint}"],
+    **{("advantages", name): [f"algo={name}"] for name in ("grpo", "rloo", "reinforce_pp")},
 }
 ROLE_OPTIONS = {
     ("model", "shared"): "model@roles.actor.model=shared",
@@ -91,6 +92,7 @@ def test_every_option_validates_and_its_values_arrive(group, option, jsonl, tmp_
     loaded = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"))
     content = {path: value for path, value in leaves(loaded) if path}
     content.pop("defaults", None)
+    content = {path: value for path, value in content.items() if not path.startswith("hydra.")}
     if group not in ("debug", "experiment"):  # whose package is the whole config
         package = override.partition("=")[0].partition("@")[2] or group
         content = {f"{package}.{path}": value for path, value in content.items()}
@@ -101,14 +103,16 @@ def test_every_option_validates_and_its_values_arrive(group, option, jsonl, tmp_
 
 
 @pytest.mark.parametrize(
-    ("group", "name"), [(group, name) for group in ("experiment", "debug") for name in GROUPS[group]]
+    ("group", "name"), [(group, name) for group in ("experiment", "debug", "algo") for name in GROUPS[group]]
 )
-def test_what_an_experiment_chooses_is_chosen(group, name):
+def test_what_an_experiment_or_algorithm_chooses_is_chosen(group, name):
     content = yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) or {}
     wanted = {}
     for entry in content.get("defaults", []):
         if isinstance(entry, dict):
-            wanted |= {key.removeprefix("override /"): value for key, value in entry.items()}
+            for key, value in entry.items():
+                choice, _, package = key.removeprefix("override /").partition("@_global_.")
+                wanted[f"{choice}@{package}" if package not in ("", choice) else choice] = value
     chosen = choices_of(f"{group}={name}")
     assert {key: chosen[key] for key in wanted} == wanted
 

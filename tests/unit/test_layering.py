@@ -17,7 +17,8 @@ LAYERS = [
     ["trainer.launch_environment", "trainer.objectives", "trainer.nodes", "trainer.preemption"],
     ["trainer.tokenizer", "trainer.limits", "trainer.memory_rules", "trainer.speed_rules", "trainer.parallel_rules"],
     ["trainer.hf_architecture"],
-    ["trainer.rules", "trainer.moe_rules"],
+    ["trainer.rules_algo", "trainer.moe_rules"],
+    ["trainer.rules"],
     ["trainer.config"],
     [
         "trainer.plan",
@@ -29,7 +30,14 @@ LAYERS = [
         "trainer.checkpoint",
         "trainer.checkpoint.folder",
     ],
-    ["trainer.platform", "trainer.distributed", "trainer.phases", "trainer.memory", "trainer.backup"],
+    [
+        "trainer.platform",
+        "trainer.distributed",
+        "trainer.phases",
+        "trainer.diagnostics",
+        "trainer.memory",
+        "trainer.backup",
+    ],
     ["trainer.models", "trainer.micro_batches"],
     ["trainer.optimizer", "trainer.rollout"],
     ["trainer.role"],
@@ -37,6 +45,7 @@ LAYERS = [
         "trainer.data",
         "trainer.metrics",
         "trainer.step",
+        "trainer.experience",
         "trainer.throughput",
         "trainer.checkpoint.state",
         "trainer.checkpoint.parts",
@@ -108,7 +117,7 @@ def test_leaf_packages_know_only_themselves(package):
 
 
 def test_algo_is_pure_tensor_functions():
-    libraries = {"__future__", "collections", "dataclasses", "math", "torch", "trainer", "typing"}
+    libraries = {"__future__", "abc", "collections", "dataclasses", "math", "torch", "trainer", "typing"}
     for module in MODULES:
         if module.startswith("trainer.algo"):
             assert {name.split(".")[0] for name in imports(module)} <= libraries
@@ -119,7 +128,7 @@ def test_who_imports_what():
         module for module in MODULES if module.startswith("trainer.bench.")
     }
     assert importers_of("omegaconf") - mains == {"trainer.config"}
-    assert importers_of("hydra") - mains <= {"trainer.config", "trainer.rules", "trainer.jobs"}
+    assert importers_of("hydra") - mains <= {"trainer.config", "trainer.rules", "trainer.rules_algo", "trainer.jobs"}
     allowed = {"trainer.launch_environment"}
     users = {
         m

@@ -182,6 +182,15 @@ def test_progress_without_a_terminal_prints_one_plain_line_per_step() -> None:
     assert " ".join(second.split()) == "2/120 0.500 0.002 - 1.800 3.50 2.00k 1.17 GiB 18.0 MiB 14.0 MiB"
 
 
+def test_progress_without_a_critic_has_no_column_for_its_loss() -> None:
+    output = io.StringIO()
+    with Progress(120, console=Console(file=output, width=40, _environ={})) as progress:
+        progress.step({**metrics_record(1), "critic/loss": None})
+    header, first = output.getvalue().splitlines()
+    assert " ".join(header.split()) == "step reward KL entropy s/step tok/s host RSS asleep backup"
+    assert len(first.split()) == len(header.split()) - 1 + 3  # "host RSS" is one column; three sizes have units
+
+
 def test_progress_on_a_terminal_shows_the_latest_steps_over_a_bar() -> None:
     output = io.StringIO()
     output.isatty = lambda: True

@@ -25,11 +25,11 @@ from tests.roles import (
 from trainer import step
 from trainer.backup import TensorBackuper
 from trainer.loop import start_critic_from
-from trainer.memory.arena import HostArena, HostArenas
+from trainer.memory.arena import HostArenas
 from trainer.models.build import named_tensors
 from trainer.optimizer import inner_optimizers
 from trainer.plan import KINDS
-from trainer.plan.footprint import arena_sizes_bytes, footprint
+from trainer.plan.footprint import footprint
 from trainer.role import FORWARD, Role
 
 MIB = 1 << 20
@@ -312,18 +312,24 @@ def test_main_params_that_sleep_are_read_from_their_host_copy_or_not_at_all():
 
 
 def test_arenas_reserved_before_a_role_is_built_have_the_size_that_it_needs():
-    config = small_config("memory=rebuild")
+    config = small_config("memory=lean")
     arenas = HostArenas(pinned=False)
-    arenas.reserve(arena_sizes_bytes(footprint(config, vocab_size=VOCAB_SIZE)))
-    reserved = dict(arenas._reserved)
-    assert reserved.keys() == {"actor/optim", "critic/optim"}
+    arenas.reserve(footprint(config, vocab_size=VOCAB_SIZE).arenas)
+    addresses = {owner: arena._flat.data_ptr() for owner, arena in arenas._reserved.items()}
+    assert addresses.keys() == {"actor/optim", "critic/optim", "weights/actor", "weights/ref"}
     for name in ("actor", "critic"):
         fresh_saver()
-        role = make_role(name, "memory=rebuild", arenas=arenas)
+        role = make_role(name, "memory=lean", arenas=arenas)
+        if role.backuper is not None:
+            role.copy_to_tag("ref")
+            for tag in ("actor", "ref"):
+                first = next(iter(role.backuper.get(tag).values()))
+                assert first.data_ptr() == addresses[f"weights/{tag}"]
         role.sleep()
-        flat = role._state.flat
-        assert reserved[f"{name}/optim"].size_bytes == HostArena.bytes_needed([flat])
-        assert role._regions.host_optimizer_state.data_ptr() == reserved[f"{name}/optim"]._flat.data_ptr()
+        state = role._regions.host_optimizer_state
+        assert state is not None
+        assert state.data_ptr() == addresses[f"{name}/optim"]
+    assert not arenas._reserved
 
 
 CHANGES = {"none": lambda role: None, "train": train, "load": lambda role: role.load_weights(weights_of(role))}

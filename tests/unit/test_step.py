@@ -20,8 +20,10 @@ from tests.roles import (
     weights_of,
 )
 from trainer import loop, metrics, step, worker
+from trainer.experience import add_advantages as add_to_batch
 from trainer.phases import Phases
 from trainer.role import FORWARD
+from trainer.rules_algo import make_estimator
 
 FP32 = ("model.dtype=fp32", "optimizer.clip_grad=0")
 
@@ -53,7 +55,7 @@ def gradients(role, batch, *overrides, **split):
 
 
 @pytest.mark.parametrize("name", ["actor", "critic"])
-@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean", "fixed_length"])
 def test_no_split_into_micro_batches_changes_a_gradient(name, mode):
     """Lengths as uneven as 1 and 200; the reference is plain autograd through the mean."""
     role = make_role(name, *FP32, "model.max_length=256")
@@ -62,7 +64,7 @@ def test_no_split_into_micro_batches_changes_a_gradient(name, mode):
     with role.training():
         positions = torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])
         numerator, count, _ = loss_of(role, *overrides)(role.chunks[0](batch["tokens"], positions, None), batch)
-        assert count == {"token_mean": 254, "sequence_mean": 4}[mode]
+        assert count == {"token_mean": 254}.get(mode, 4)
         (numerator / count).backward()
         expected = [buffer.grad_data.clone() for buffer in ddp_buffers(role)]
     by_length = [{"micro_batch_size": 1, "micro_batch_tokens": budget} for budget in (8, 128, 512, 10_000)]
@@ -221,9 +223,9 @@ def test_more_padding_changes_nothing_but_rounding():
 
 
 def add_advantages(batch, values, *overrides, coef=0.0):
-    config = small_config("algo.gamma=1", "algo.lam=1", "algo.whiten_advantages=false", *overrides)
+    config = small_config("advantages.gamma=1", "advantages.lam=1", "algo.whiten_advantages=false", *overrides)
     batch = {"truncated": torch.zeros(len(values), dtype=torch.bool), "scores": torch.zeros(len(values))} | batch
-    return loop._add_advantages(config, batch, values, kl_coef=coef), batch
+    return add_to_batch(config, batch, values, estimator=make_estimator(config), kl_coef=coef), batch
 
 
 @pytest.mark.parametrize(
@@ -251,8 +253,8 @@ def test_the_first_step_starts_at_the_sampling_policy_and_at_the_reference(extra
 )
 def test_without_a_reward_kl_pulls_a_perturbed_actor_back_to_the_reference(overrides):
     config = small_config(
-        *("model.dtype=fp32", "offload=none", "roles.actor.optimizer.lr=2e-3", "algo.kl.coef=1", "algo.lam=0"),
-        *("algo.prompts_per_step=32", "algo.micro_batch_size=32", "algo.minibatches=2", "algo.gamma=0"),
+        *("model.dtype=fp32", "offload=none", "roles.actor.optimizer.lr=2e-3", "algo.kl.coef=1", "advantages.lam=0"),
+        *("algo.prompts_per_step=32", "algo.micro_batch_size=32", "algo.minibatches=2", "advantages.gamma=0"),
         *overrides,
     )
     run = worker.build(config, Phases(lambda record: None, gpu=False))
@@ -315,7 +317,7 @@ def test_a_response_recorded_as_truncated_may_end_with_the_critics_value(bootstr
         "truncated": torch.tensor([True, False, True]),
         "scores": torch.tensor([1.0, 1.0, 1.0]),
     }
-    _, result = add_advantages(batch, values, f"algo.bootstrap_truncated={bootstrap}")
+    _, result = add_advantages(batch, values, f"advantages.bootstrap_truncated={bootstrap}")
     # The last response tokens are in columns 5, 5 and 3 of `tokens`; the value there has seen the whole response.
     terminal = [values[0, 5].item(), 0.0, values[2, 3].item()] if bootstrap else [0.0, 0.0, 0.0]
     assert result["returns"][0, 2:5].tolist() == [1.0 + terminal[0]] * 3

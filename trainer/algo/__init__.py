@@ -1,4 +1,5 @@
-"""The mathematics of PPO as pure functions on tensors: no configuration, no model, no state, only torch.
+"""The mathematics of PPO and its relatives as pure functions on tensors: no model, no state, only torch.
+(`estimators` are functions too, with settings as their fields.)
 
 One convention holds everywhere, so that no caller has to shift or trim: tensors are response-aligned,
 [b, s]: b sequences of a micro-batch, s response columns padded to the right. Column t belongs to response

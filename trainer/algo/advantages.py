@@ -21,10 +21,22 @@ def token_rewards(scores: Tensor, *, kl: Tensor, response_mask: Tensor, kl_coef:
         [b, s], zero off the mask. Advantages and returns both derive from it, so actor and critic see the
         same KL.
     """
+    return score_on_last_token(scores, response_mask=response_mask) - kl_coef * zero_padding(kl, mask=response_mask)
+
+
+def score_on_last_token(scores: Tensor, *, response_mask: Tensor) -> Tensor:
+    """[b] per response -> [b, s]: on its last valid token, zero elsewhere."""
     valid_from_here = response_mask.flip(1).cumsum(1).flip(1)
     is_last = response_mask & (valid_from_here == 1)
-    score_per_token = zero_padding(scores[:, None].expand_as(is_last), mask=is_last)
-    return score_per_token - kl_coef * zero_padding(kl, mask=response_mask)
+    return zero_padding(scores[:, None].expand_as(is_last), mask=is_last)
+
+
+@torch.no_grad()
+def rewards_to_go(rewards: Tensor, *, response_mask: Tensor, gamma: float) -> Tensor:
+    """[b, s]: the rewards from each valid token on, the k-th valid one after it times gamma^k; zero off the mask."""
+    kept = zero_padding(rewards, mask=response_mask)
+    decay = torch.full_like(kept, gamma).masked_fill_(~response_mask, 1.0)
+    return zero_padding(_discounted_suffix_sum(kept, decay=decay), mask=response_mask)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainer.algo.masked import divide_or_zero, masked_sum, moment_sums, zero_padding
 
-LOSS_AGGREGATIONS = ("token_mean", "sequence_mean")
+LOSS_AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
 
 
 def policy_loss(
@@ -97,14 +97,20 @@ def value_loss(
     return 0.5 * squared_error, stats
 
 
-def aggregate(loss_per_token: Tensor, *, mask: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+def aggregate(
+    loss_per_token: Tensor, *, mask: Tensor, mode: str, fixed_length: int | None = None
+) -> tuple[Tensor, Tensor]:
     """(numerator, denominator), scalars: summed over micro-batches and ranks, they divide to the global mean.
 
     Args:
         loss_per_token: [b, s].
         mask: [b, s] bool.
         mode: "token_mean": every token weighs the same; sum over tokens, and their number. "sequence_mean":
-            every response weighs the same; sum of the rows' means, and the number of rows with a valid token.
+            every response weighs the same; sum of the rows' means, and the number of rows with a valid token
+            (GRPO, arXiv:2402.03300 eq. 3). "fixed_length": every token weighs the same, however many there are in
+            the batch; sum over tokens divided by `fixed_length`, and that number of rows (Dr. GRPO,
+            arXiv:2503.20783 section 3.1).
+        fixed_length: the longest response there can be, for the last mode only.
 
     The numerator keeps its graph even if nothing is valid (its gradient is 0), so every rank can call
     backward. Divide by the *global* denominator before backward; use `divide_or_zero` where it may be 0.
@@ -117,6 +123,9 @@ def aggregate(loss_per_token: Tensor, *, mask: Tensor, mode: str) -> tuple[Tenso
     if mode == "sequence_mean":
         row_sums = zero_padding(loss_per_token, mask=mask).sum(1)
         return divide_or_zero(row_sums, mask.sum(1)).sum(), mask.any(1).sum()
+    if mode == "fixed_length":
+        assert fixed_length is not None
+        return masked_sum(loss_per_token, mask=mask) / fixed_length, mask.any(1).sum()
     raise ValueError(
         f"unknown loss aggregation {mode!r}; allowed: {', '.join(LOSS_AGGREGATIONS)}; "
         "override algo.loss_aggregation=..."

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 # Spread below this fraction of the root mean square is what rounding leaves of equal float32 values.
-_RELATIVE_SPREAD_FLOOR = 1e-6
+RELATIVE_SPREAD_FLOOR = 1e-6
 
 
 def zero_padding(x: Tensor, *, mask: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def whiten(x: Tensor, *, mask: Tensor, group: dist.ProcessGroup | None = None) -
     if group is not None:
         dist.all_reduce(squares, group=group)
     deviation = divide_or_zero(squares, count).sqrt()
-    is_flat = deviation <= _RELATIVE_SPREAD_FLOOR * torch.hypot(mean, deviation)
+    is_flat = deviation <= RELATIVE_SPREAD_FLOOR * torch.hypot(mean, deviation)
     return torch.where(is_flat, 0.0, centred / deviation).to(kept.dtype)
 
 
@@ -74,7 +74,7 @@ def variance_from_sums(*, count: float, total: float, square_total: float) -> fl
         return 0.0
     mean_square = square_total / count
     variance = mean_square - (total / count) ** 2
-    return variance if variance > _RELATIVE_SPREAD_FLOOR**2 * mean_square else 0.0
+    return variance if variance > RELATIVE_SPREAD_FLOOR**2 * mean_square else 0.0
 
 
 def explained_variance(

@@ -45,7 +45,10 @@ def config_of(case: Case, overrides: list[str]) -> Config:
     """The validated config of one case under the command's overrides; Hydra must be initialized."""
     composed = hydra.compose("bench", overrides=[*overrides, *case.overrides])
     keys = [field.name for field in dataclasses.fields(Config)]
-    return configuration.to_config(OmegaConf.masked_copy(composed, keys))
+    config = configuration.to_config(OmegaConf.masked_copy(composed, keys))
+    if "critic" not in config.roles:
+        raise ValueError("the benchmark measures actor and critic, and this algorithm has no critic: use algo=ppo")
+    return config
 
 
 def run(bench: BenchConfig, configs: Mapping[str, Config], directory: Path, console: Console) -> bool:

@@ -20,7 +20,7 @@ from trainer import platform
 from trainer.bench.cases import CaseJob
 from trainer.memory.ledger import sample_memory
 from trainer.plan import make_plan
-from trainer.plan.footprint import arena_sizes_bytes, footprint
+from trainer.plan.footprint import footprint
 
 ROLES = ("actor", "critic")
 _COPY_REPEATS = 5
@@ -113,7 +113,8 @@ def _build(job: CaseJob, events: list[dict[str, Any]]) -> list[Any]:
     config = job.config
     arenas = HostArenas(pinned=config.platform.name == "cuda")
     if job.peer is None:
-        arenas.reserve(arena_sizes_bytes(footprint(config, vocab_size=job.bench.vocab_size)))
+        sizes = footprint(config, vocab_size=job.bench.vocab_size).arenas
+        arenas.reserve({owner: size for owner, size in sizes.items() if owner != "weights/ref"})  # nothing makes it
 
     from trainer.bench import peers
     from trainer.memory.saver import make_saver

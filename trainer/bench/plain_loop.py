@@ -21,12 +21,14 @@ from trainer import loop, metrics, step, throughput
 from trainer.config import Config, RoleConfig
 from trainer.data import Prompts
 from trainer.distributed import seed_for
+from trainer.experience import add_advantages, batch_of
 from trainer.memory.saver import NullSaver
 from trainer.micro_batches import Batch, Split, in_order, micro_batches
 from trainer.models.hf_files import SafetensorsFolder
 from trainer.phases import Phases
 from trainer.rollout.hf import HfEngine
 from trainer.rules import make_task
+from trainer.rules_algo import make_estimator
 from trainer.tokenizer import load_tokenizer
 
 
@@ -103,7 +105,7 @@ class PlainLoop:
 
     def __init__(self, config: Config, phases: Phases, *, folder: Path) -> None:
         self._config, self._phases = config, phases
-        task = make_task(config)
+        self._estimator, task = make_estimator(config), make_task(config)
         tokenizer = load_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
         self._vocab_size = len(tokenizer)
         self._prompts = Prompts(config, task=task, tokenizer=tokenizer)
@@ -139,7 +141,7 @@ class PlainLoop:
             examples = self._prompts.for_step(number)
             seed = seed_for(config.seed, "rollout", step=number)
             responses = self._engine.generate(self._prompts.encode(examples), seed=seed)
-            batch = loop._batch_of(responses, self._prompts.scores(responses.texts, examples))
+            batch = batch_of(responses, self._prompts.scores(responses.texts, examples))
         with phase("ref_log_probs", step=number):
             batch["ref_log_probs"] = infer(self._reference, batch, log_probs, scoring)[..., 0]
         with phase("log_probs", step=number):
@@ -147,7 +149,7 @@ class PlainLoop:
         with phase("values", step=number):
             values = infer(self._critic.forward, batch, lambda output, _: output.squeeze(-1), scoring)
         with phase("advantages", step=number):
-            kl = loop._add_advantages(config, batch, values, kl_coef=settings.kl.coef)
+            kl = add_advantages(config, batch, values, estimator=self._estimator, kl_coef=settings.kl.coef)
         with phase("train_critic", step=number):
             critic_sums = self._train(self._critic, batch, step.value_loss(settings), number, split)
         with phase("train_actor", step=number):

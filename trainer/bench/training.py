@@ -86,6 +86,8 @@ def check(bench: BenchTrainingConfig, config: Config) -> None:
         raise ValueError(f"bench.steps={bench.steps}: must be at least 2, since the first is left out of the times")
     if config.launch.nproc != 1:
         raise ValueError(f"launch.nproc={config.launch.nproc}: the plain loop has one worker; use launch.nproc=1")
+    if "critic" not in config.roles:
+        raise ValueError("the plain loop has a critic: use algo=ppo")
     if not config.critic_starts_from_actor:
         raise ValueError("the plain loop's critic starts from the actor: leave roles.critic.model as the actor's")
     for name, role in config.roles.items():

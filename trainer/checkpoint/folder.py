@@ -217,6 +217,12 @@ def _check(config: Config, manifest: Manifest, checkpoint: Path) -> None:
         on_task = any(problem.startswith("task.") for problem in found)
         reason = " (the tokenizer is trained on the task: another task or seed gives tokens another meaning)" * on_task
         raise ValueError(f"the checkpoint {checkpoint} does not fit this config: {'; '.join(found)}{reason}")
+    absent = sorted(set(config.roles) - set(manifest.optimizer_steps))
+    if absent:
+        raise ValueError(
+            f"the checkpoint {checkpoint} has no {' and '.join(absent)}: it was saved by an algorithm without. Go on "
+            "from it with algo=grpo, rloo or reinforce_pp"
+        )
     wanted = config.algo.num_steps
     if manifest.step > wanted or (manifest.step == wanted and "heldout_accuracy" not in manifest.record):
         raise ValueError(

@@ -105,21 +105,22 @@ def comparison_table(sweep: Sequence[Job]) -> Table:
     """One row per job: host bytes asleep per role on the node and per parameter, and the peaks."""
     shared = set.intersection(*(set(job.overrides) for job in sweep)) if len(sweep) > 1 else set()
     unit, size = byte_unit(max((job.prediction.device_peak_bytes for job in sweep if job.prediction), default=0))
+    roles = list(dict.fromkeys(role for job in sweep if job.prediction for role in job.prediction.parameter_counts))
     rows = []
     for job in sweep:
         own, found = " ".join(override for override in job.overrides if override not in shared), job.prediction
         if found is None:
-            rows.append((own, *["-"] * 7))
+            rows.append((own, *["-"] * (2 * len(roles) + 3)))
             continue
-        asleep = {role: found.host_asleep_bytes(role) for role in found.parameter_counts}
-        per_parameter = [f"{asleep[role] / count:.2f}" for role, count in found.parameter_counts.items()]
-        everyones = found.node_host_asleep.values()
+        counts, asleep = found.parameter_counts, {role: found.host_asleep_bytes(role) for role in roles}
+        per_parameter = [f"{asleep[role] / counts[role]:.2f}" if role in counts else "-" for role in roles]
+        everyones = [found.node_host_asleep[role] if role in counts else 0 for role in roles]
         on_node = [f"{amount / size:.2f}" for amount in (*everyones, sum(everyones))]
         peak = f"{found.device_peak_bytes / size:.2f}"
         rows.append((own, *per_parameter, *on_node, peak, "yes" if job.fits else "no"))
     return Table(
         title=f"Asleep on the host: bytes per parameter, {unit} on the node; peak per GPU in {unit}",
-        columns=("overrides", "actor\nB/param", "critic\nB/param", "actor", "critic", "both", "GPU", "fits"),
+        columns=("overrides", *(f"{role}\nB/param" for role in roles), *roles, "all", "GPU", "fits"),
         rows=rows,
     )
 

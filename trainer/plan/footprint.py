@@ -100,6 +100,7 @@ class Footprint:
         node_moments: the moments with the bytes of all ranks.
         node_host_asleep: role -> host bytes asleep, of all ranks.
         node_checkpoint_bytes: host bytes, on the node, of a checkpoint that is written while the run goes on.
+        arenas: region tag or ``weights/<tag>`` -> bytes of its host arena, which can be made before any model is.
     """
 
     ranks: int
@@ -110,6 +111,7 @@ class Footprint:
     node_moments: tuple[Moment, ...]
     node_host_asleep: dict[str, int]
     node_checkpoint_bytes: int
+    arenas: dict[str, int]
 
     def of_role(self, role: str) -> tuple[Holding, ...]:
         return tuple(holding for holding in self.holdings if holding.role == role)
@@ -160,6 +162,7 @@ def footprint(config: Config, *, vocab_size: int, stage: int | None = None) -> F
             for role in config.roles
         },
         node_checkpoint_bytes=_checkpoint_bytes(config, [roles[number] for number in node]),
+        arenas={owner: size for role, sizes in roles[stage].items() for owner, size in _arenas(plan, role, sizes)},
     )
 
 
@@ -180,6 +183,16 @@ def _summed(moments: Iterable[tuple[Moment, ...]]) -> tuple[Moment, ...]:
         Moment(same[0].name, sum(moment.device_bytes for moment in same), sum(moment.host_bytes for moment in same))
         for same in zip(*moments, strict=True)
     )
+
+
+def _arenas(plan: Plan, role: str, sizes: RoleBytes) -> Iterator[tuple[str, int]]:
+    optim = plan.row(role, "optim")
+    if optim.keeper == "arena":
+        yield optim.tag, round_up(sizes.kinds["optim"], ALIGNMENT_BYTES)
+    if role == "actor":
+        if plan.row(role, "param").keeper != "main_params":
+            yield f"weights/{role}", sizes.tag
+        yield "weights/ref", sizes.tag
 
 
 def _checkpoint_bytes(config: Config, ranks: list[dict[str, RoleBytes]]) -> int:
@@ -364,11 +377,6 @@ def _moments(config: Config, plan: Plan, holdings: list[Holding], roles: dict[st
     for role in roles:
         yield moment(f"train {role}", {role: "train"})
     yield moment("all asleep", {})
-
-
-def arena_sizes_bytes(prediction: Footprint) -> dict[str, int]:
-    """Region tag -> bytes of the arena that keeps it, which can be page-locked before the region exists."""
-    return {f"{h.role}/{h.kind}": h.host_asleep_bytes for h in prediction.holdings if h.keeper == "arena"}
 
 
 def plan_rows(prediction: Footprint) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.report.compare import Run
 from trainer.report.units import format_setting
 
-_SEEDS = ("seed", "task.seed")
+_SEEDS = ("seed", "task.seed", "algo.shuffle_seed")
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ def differing(runs: Sequence[Run]) -> list[str]:
 
 def telling_keys(runs: Sequence[Run]) -> dict[str, str]:
     """The few keys that tell the runs apart, seeds aside: group choices and command-line overrides that differ, then
-    whatever else differs and does not follow from those (a policy's flags do). With each the shortest end of it that
-    no other key has."""
+    whatever else differs and does not follow from those (a policy's flags do, and the groups that an algorithm
+    chooses). With each the shortest end of it that no other key has."""
     configured = [run for run in runs if run.settings]
     leaf_keys = [key for key in differing(runs) if key not in _SEEDS]
     groups = dict.fromkeys(group for run in configured for group in run.choices)
     chosen = [group for group in groups if all(group in run.choices for run in configured)]
     named = {key for run in configured for key in run.overridden}
-    keys = [key for key in chosen if len({run.choices[key] for run in configured}) > 1]
-    keys += [key for key in leaf_keys if key in named]
-    for key in leaf_keys:
+    choices = [key for key in chosen if len({run.choices[key] for run in configured}) > 1]
+    keys = [key for key in choices + leaf_keys if key in named]
+    for key in choices + leaf_keys:
         seen: dict[str, str] = {}
-        values = [(repr([run.value(known) for known in keys]), repr(run.settings.get(key))) for run in configured]
+        values = [(repr([run.value(known) for known in keys]), repr(run.value(key))) for run in configured]
         if any(seen.setdefault(known, value) != value for known, value in values):
             keys.append(key)
     known_keys = {key for run in configured for key in run.settings}

@@ -33,7 +33,8 @@ _SHADE = 0.35
 
 
 def draw_training(metrics: Sequence[Record], path: Path) -> bool:
-    """Reward, held-out accuracy, KL, value loss and entropy over PPO steps. Without one: False, no file."""
+    """Reward, held-out accuracy, KL, value loss (without a critic: response length) and entropy over PPO steps.
+    Without one: False, no file."""
     steps = [record for record in metrics if record["step"] > 0]
     if not steps:
         return False
@@ -41,10 +42,13 @@ def draw_training(metrics: Sequence[Record], path: Path) -> bool:
         figure = new_figure(height_inches=6.4)
         grid = figure.add_gridspec(2, 3)
         reward = figure.add_subplot(grid[0, :2])
-        kl, loss, entropy = (figure.add_subplot(grid[1, column], sharex=reward) for column in range(3))
+        kl, middle, entropy = (figure.add_subplot(grid[1, column], sharex=reward) for column in range(3))
         _draw_metric(reward, steps, "reward", "Reward", "mean per response", BLUE)
         _draw_metric(kl, steps, "kl", "KL to the reference", "nats per token", ORANGE)
-        _draw_metric(loss, steps, "critic/loss", "Value loss", "loss", GREEN)
+        if any("critic/loss" in record for record in steps):
+            _draw_metric(middle, steps, "critic/loss", "Value loss", "loss", GREEN)
+        else:
+            _draw_metric(middle, steps, "response_length", "Response length", "tokens", GREEN)
         _draw_metric(entropy, steps, "entropy", "Entropy", "nats per token", PURPLE)
         _draw_accuracy(figure.add_subplot(grid[0, 2]), metrics)
         figure.savefig(path)

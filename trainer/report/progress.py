@@ -48,12 +48,15 @@ _COLUMNS = (
     _Column("backup", 8, lambda r: r.get("asleep_backup_bytes"), format_bytes),
 )
 
+_OPTIONAL = ("value loss", "MFU")
+
 
 class Progress:
     """Shows the warm-up and then the PPO steps; use it as a context manager, on rank 0 only.
 
     `tok/s` are the step's real tokens, all ranks together, `asleep` the bytes released by sleeping regions, `backup`
-    their copies on the host. Values that are missing or null show as "-"; MFU has a column if the first step has it.
+    their copies on the host. Values that are missing or null show as "-". MFU and the critic's loss have columns
+    only if the first step has them.
     """
 
     def __init__(self, steps: int, *, console: Console | None = None) -> None:
@@ -89,14 +92,12 @@ class Progress:
 
     def note(self, text: str) -> None:
         """One line that stays, above the live part."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def step(self, record: Record) -> None:
         """PPO step `record["step"]` is done; `record` is its line of metrics.jsonl."""
         if not self._columns:
-            self._columns = [
-                column for column in _COLUMNS if column.header != "MFU" or column.value(record) is not None
-            ]
+            self._columns = [c for c in _COLUMNS if c.header not in _OPTIONAL or c.value(record) is not None]
         step, cells = record["step"], [column.cell(record) for column in self._columns]
         if self._live is not None:
             self._latest.append([str(step), *cells])

@@ -4,7 +4,7 @@
     step, reward, kl, entropy, {actor,critic}/{loss,grad_norm,clip_fraction}, critic/explained_variance,
     response_length, truncated_fraction, seconds/<phase>, host_rss_bytes, asleep_{released,backup}_bytes,
     tokens_per_second/{<phase>,step}, tokens_per_second_per_rank/step and, where the device's peak is known,
-    mfu/{<phase>,step} (trainer/throughput.py);
+    mfu/{<phase>,step} (trainer/throughput.py); nothing of a critic where there is none;
     step 0 also parameters/<role> (how many parameters the bytes of memory.jsonl belong to);
     the first and the last also heldout_accuracy, the last weights_sha256/<role>.
 `memory.jsonl` holds, in the order in which things happened, one record per region and sleep or wake-up

@@ -6,8 +6,9 @@ Simplification: text only. What an answer *means* (algebra, code, units) is for 
 from __future__ import annotations
 
 import importlib
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from decimal import Decimal
 from typing import cast
 
@@ -57,24 +58,31 @@ def resolve_verifier(name: str) -> Verifier:
     """
     if name in VERIFIERS:
         return VERIFIERS[name]
+    return cast(Verifier, import_function(name, setting="task.verifier", names=VERIFIERS))
+
+
+def import_function(name: str, *, setting: str, names: Collection[str] = ()) -> Callable[..., object]:
+    """The function ``package.module.function`` that a setting names; ``names`` are what else it could have been.
+
+    Raises:
+        ValueError: no such module or function; names the setting.
+    """
     module_name, _, function_name = name.rpartition(".")
     if not module_name:
-        raise ValueError(
-            f"task.verifier={name!r} is none of {list(VERIFIERS)} and no dotted path: use one of them or "
-            "task.verifier=package.module.function"
-        )
+        others = f"none of {list(names)} and no dotted path: use one of them or" if names else "no dotted path: use"
+        raise ValueError(f"{setting}={name!r} is {others} {setting}=package.module.function")
     try:
-        verifier = getattr(importlib.import_module(module_name), function_name)
+        function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"task.verifier={name}: {error}. Install the package or put its folder on PYTHONPATH, or use one "
-            f"of {list(VERIFIERS)}"
+            f"{setting}={name}: {error}. Install the package or put its folder on PYTHONPATH"
+            + (f", or use one of {list(names)}" if names else "")
         ) from error
-    if not callable(verifier):
+    if not callable(function):
         raise ValueError(
-            f"task.verifier={name} is a {type(verifier).__name__}, must be a function (response, example) -> float"
+            f"{setting}={name} is a {type(function).__name__}, must be a function (response, example) -> float"
         )
-    return cast(Verifier, verifier)
+    return function
 
 
 def verify(name: str, response: str, example: Example) -> float:
@@ -87,6 +95,18 @@ def verify(name: str, response: str, example: Example) -> float:
     if not 0.0 <= reward <= 1.0:
         raise ValueError(f"task.verifier={name} returned {reward} for {response!r}; rewards lie in [0, 1]")
     return reward
+
+
+def reward_of(name: str, response: str, example: Example) -> float:
+    """What the reward function called ``name`` (``package.module.function``) pays: any finite number.
+
+    Raises:
+        ValueError: it returned something else. What it raises itself is passed on.
+    """
+    paid = import_function(name, setting="reward")(response, example)
+    if not isinstance(paid, int | float) or not math.isfinite(paid):
+        raise ValueError(f"reward={name} returned {paid!r} for {response!r}; rewards are finite numbers")
+    return float(paid)
 
 
 def _value(number: str) -> Decimal:
