@@ -1,7 +1,7 @@
 """A stand-in for CUDA so that megatron-core runs on a machine without a GPU.
 
 Target: the parts of torch.cuda and the tensor factory functions that megatron-core calls, the RNG helpers of
-    megatron.core.tensor_parallel.random, and the CPU kernels of bf16 matrix products.
+    megatron.core.tensor_parallel.random, a helper of its token dispatcher, and the CPU kernels of bf16 matrix products.
 Why: megatron-core names CUDA in its DDP buffers, schedules, optimizer and RNG tracker, though nothing in them needs it.
 How: ``torch.cuda.current_device()`` answers the CPU device; ``device="cuda"`` means the CPU in factory functions and
     ``Tensor.to``; ``Tensor.cuda`` is the identity; ``Tensor.type()`` answers ``torch.cuda.*``; CUDA RNG calls use the
@@ -132,6 +132,7 @@ def _factory_replacements() -> list[Replacement]:
 
 def _megatron_replacements() -> list[Replacement]:
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
@@ -151,7 +152,12 @@ def _megatron_replacements() -> list[Replacement]:
             self.states_[name] = torch.get_rng_state()
             torch.set_rng_state(outside)
 
+    def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
     return [
+        (moe_utils, "maybe_move_tensor_to_cpu", move_to_cpu),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", move_to_cpu),
         (random, "_get_cuda_rng_state", get_state),
         (random, "_set_cuda_rng_state", set_state),
         (random.CudaRNGStatesTracker, "fork", fork),

@@ -51,6 +51,7 @@ def make_role(
     events: list[dict[str, Any]] | None = None,
     seed: int = 1,
     arenas: HostArenas | None = None,
+    vocab_size: int = VOCAB_SIZE,
 ) -> Role:
     """An awake role; a critic's value head, which starts at zero, gets random weights, so that its body learns too."""
     config = small_config(*overrides)
@@ -59,14 +60,14 @@ def make_role(
         config,
         plan=make_plan(config),
         saver=make_saver(config),
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         seed=seed,
         observer=([] if events is None else events).append,
         arenas=arenas or HostArenas(pinned=False),
     )
     if name == "critic":
-        head = dict(named_tensors(role.chunks))["chunk0.output_layer.weight"]
-        role.load_weights({"chunk0.output_layer.weight": normal(head.shape, seed=seed)})
+        head = normal((1, config.roles[name].model.hidden_size), seed=seed)
+        role.load_whole_weights({"output_layer.weight": head})
     return role
 
 

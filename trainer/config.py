@@ -58,8 +58,9 @@ class ModelConfig(Section):
     """Architecture of one role's GPT body. Sizes in elements; ``dtype`` is ``bf16`` or ``fp32``.
 
     ``path``: a Hugging Face model folder whose weights the role starts from, or null for random ones. ``vocab_size``:
-    rows of the embedding, null for as many as the tokenizer has entries. ``attention_backend``: the core attention,
-    ``sdpa`` (torch's) or ``te`` (Transformer Engine's).
+    rows of the embedding, null for as many as the tokenizer has entries. ``num_experts``: of every layer, each with
+    ``ffn_size``; null for a dense model, to which the three settings after it mean nothing. ``attention_backend``: the
+    core attention, ``sdpa`` (torch's) or ``te`` (Transformer Engine's).
     """
 
     path: Optional[str]  # noqa: UP045
@@ -77,6 +78,10 @@ class ModelConfig(Section):
     qkv_bias: bool
     qk_norm: bool
     tie_embeddings: bool
+    num_experts: Optional[int]  # noqa: UP045
+    num_experts_per_tok: Optional[int]  # noqa: UP045
+    norm_topk_prob: bool
+    router_aux_loss_coef: float
     init_std: float
     dtype: str
     attention_backend: str
@@ -166,8 +171,20 @@ class MemoryConfig(Section):
 
 @dataclass
 class ParallelConfig(Section):
+    """Ranks that hold one model together: ``tp`` share every layer (and, between layers, the sequence), ``pp`` have a
+    stage of layers each, cut into ``vpp`` chunks that take turns. ``cp``: ranks per sequence. ``expert``: ranks of a
+    data-parallel group over which the experts of a layer are spread."""
+
     tp: int
     pp: int
+    vpp: int
+    cp: int
+    expert: int
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that work on one sequence."""
+        return self.tp * self.pp * self.cp
 
 
 @dataclass
@@ -336,7 +353,7 @@ class Config(Section):
 
     @property
     def data_parallel_size(self) -> int:
-        return self.world_size // (self.parallel.tp * self.parallel.pp)
+        return self.world_size // self.parallel.model_ranks
 
 
 _HARMLESS_LAUNCH_KEYS = ("node_rank", "rdzv_endpoint", "max_restarts", "host_memory_gib", "gpu_memory_gib")

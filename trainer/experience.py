@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -12,8 +13,16 @@ from trainer.algo.estimators import AdvantageEstimator, Estimate, Experience
 from trainer.algo.kl import kl_estimate
 from trainer.algo.masked import whiten
 from trainer.config import Config
-from trainer.distributed import data_parallel_group
+from trainer.distributed import agreed, data_parallel_group
 from trainer.rollout.base import Responses
+
+
+def agreed_responses(responses: Responses) -> Responses:
+    """The responses, of which every rank that holds a part of the model has drawn the same; where a kernel is not
+    deterministic, those of the first of these ranks. Collective over these."""
+    values = {field.name: getattr(responses, field.name) for field in dataclasses.fields(responses)}
+    on_host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
+    return Responses(**agreed(on_host))
 
 
 def batch_of(responses: Responses, scores: Sequence[float]) -> dict[str, Tensor]:

@@ -39,12 +39,16 @@ _PEAK_TFLOPS = {
 
 
 def matmul_parameters(model: ModelConfig, *, vocab_size: int, value_head: bool) -> int:
-    """Weights that every token is multiplied with: four attention projections, three of the MLP, the output layer.
+    """Weights that a token is multiplied with: four attention projections, three of the MLP (of a mixture, the router
+    and three of each of its experts), the output layer.
 
     ``vocab_size``: rows of the output layer, which a value head replaces by one.
     """
     attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim * model.hidden_size
     mlp = 3 * model.ffn_size * model.hidden_size
+    if model.num_experts is not None:
+        assert model.num_experts_per_tok is not None
+        mlp = model.num_experts_per_tok * mlp + model.num_experts * model.hidden_size
     return model.layers * (attention + mlp) + model.hidden_size * (1 if value_head else vocab_size)
 
 

@@ -10,11 +10,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("llama", "qwen2", "qwen3")
-# Settings that have to be the checkpoint's; the others (dtype, max_length, init_std) are the run's to change.
+FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe")
+# Settings that have to be the checkpoint's; the others (dtype, max_length, init_std, router_aux_loss_coef) are the
+# run's to change.
 FIXED = (
     *("layers", "hidden_size", "ffn_size", "heads", "kv_heads", "head_size", "vocab_size", "rope_theta"),
     *("rope_scaling", "norm_eps", "qkv_bias", "qk_norm", "tie_embeddings"),
+    *("num_experts", "num_experts_per_tok", "norm_topk_prob"),
 )
 _ROPE_SCALING = {  # ours -> theirs
     "factor": "factor",
@@ -25,7 +28,7 @@ _ROPE_SCALING = {  # ours -> theirs
 
 
 def architecture_of(folder: str) -> dict[str, Any]:
-    """Every field of ``ModelConfig`` except ``path``, for the model in ``folder``.
+    """Every field of ``ModelConfig`` except ``path`` and ``router_aux_loss_coef``, for the model in ``folder``.
 
     A float16 checkpoint (or one that does not say) is a ``fp32`` model, which loses nothing.
 
@@ -50,11 +53,11 @@ def architecture_of(folder: str) -> dict[str, Any]:
             f"model.path={folder} asks for what is not supported: {', '.join(unsupported)}. Supported are "
             f"{', '.join(FAMILIES)} with full attention, SiLU and default or llama3 rotary positions"
         )
-    heads, rope = config.num_attention_heads, config.rope_parameters
+    heads, rope, is_mixture = config.num_attention_heads, config.rope_parameters, family in MIXTURES
     return {
         "layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
-        "ffn_size": config.intermediate_size,
+        "ffn_size": config.moe_intermediate_size if family == "qwen3_moe" else config.intermediate_size,
         "heads": heads,
         "kv_heads": config.num_key_value_heads,
         "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,  # Qwen2's has no such field
@@ -64,11 +67,20 @@ def architecture_of(folder: str) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(rope),
         "norm_eps": config.rms_norm_eps,
         "qkv_bias": family == "qwen2",
-        "qk_norm": family == "qwen3",
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
         "tie_embeddings": config.tie_word_embeddings,
+        "num_experts": _num_experts(config, family),
+        "num_experts_per_tok": config.num_experts_per_tok if is_mixture else None,
+        "norm_topk_prob": config.norm_topk_prob if family == "qwen3_moe" else True,
         "init_std": config.initializer_range,
         "dtype": "bf16" if str(config.dtype).endswith("bfloat16") else "fp32",
     }
+
+
+def _num_experts(config: Any, family: str) -> int | None:
+    if family not in MIXTURES:
+        return None
+    return config.num_local_experts if family == "mixtral" else config.num_experts
 
 
 def _rope_scaling(rope: dict[str, Any]) -> dict[str, float] | None:
@@ -84,6 +96,25 @@ def rope_parameters(*, theta: float, scaling: dict[str, float] | None) -> dict[s
     return {"rope_type": "llama3", "rope_theta": theta, **{_ROPE_SCALING[name]: scaling[name] for name in scaling}}
 
 
+def check_family(model: Any) -> None:
+    """Raise ValueError unless some Hugging Face family has the ``model``'s combination of parts."""
+    if model.qkv_bias and model.qk_norm:
+        raise ValueError(
+            "model.qkv_bias=true together with model.qk_norm=true is no Hugging Face family: "
+            "set model.qkv_bias=false (Qwen3) or model.qk_norm=false (Qwen2)"
+        )
+    if model.num_experts is not None and model.qkv_bias:
+        raise ValueError(
+            f"model.num_experts={model.num_experts} together with model.qkv_bias=true is no Hugging Face family: set "
+            "model.qkv_bias=false (Mixtral, or Qwen3-MoE with model.qk_norm=true)"
+        )
+    if model.num_experts is not None and not (model.norm_topk_prob or model.qk_norm):
+        raise ValueError(
+            f"model.num_experts={model.num_experts} with model.norm_topk_prob=false and model.qk_norm=false is no "
+            "Hugging Face family: set model.norm_topk_prob=true (Mixtral) or model.qk_norm=true (Qwen3-MoE)"
+        )
+
+
 def _unsupported(config: Any, family: str) -> list[tuple[bool, str]]:
     """(the config asks for it, its name), for all that the family can have and a GPT of ours cannot."""
     settings, rope = config.to_dict(), config.rope_parameters
@@ -92,6 +123,7 @@ def _unsupported(config: Any, family: str) -> list[tuple[bool, str]]:
         return bool(settings.get(key))
 
     sliding = given("use_sliding_window") or set(settings.get("layer_types") or ()) - {"full_attention"}
+    sliding = sliding or (family == "mixtral" and given("sliding_window"))
     return [
         (config.hidden_act != "silu", f"hidden_act={config.hidden_act}"),
         (family != "qwen2" and given("attention_bias"), "attention_bias=true"),
@@ -100,4 +132,7 @@ def _unsupported(config: Any, family: str) -> list[tuple[bool, str]]:
         (rope["rope_type"] not in ("default", "llama3"), f"rope_type={rope['rope_type']}"),
         (rope.get("partial_rotary_factor", 1.0) != 1.0, "partial_rotary_factor"),
         (given("quantization_config"), "quantization_config"),
+        (settings.get("decoder_sparse_step", 1) != 1, "decoder_sparse_step (layers without experts)"),
+        (given("mlp_only_layers"), "mlp_only_layers"),
+        (given("router_jitter_noise"), "router_jitter_noise"),
     ]

@@ -25,10 +25,10 @@ from trainer.config import AlgoConfig, Config
 from trainer.data import Prompts
 from trainer.diagnostics import StepTraces
 from trainer.distributed import combined_digest, data_parallel_rank, seed_for, sum_over_ranks
-from trainer.experience import add_advantages, batch_of
+from trainer.experience import add_advantages, agreed_responses, batch_of
 from trainer.micro_batches import Split
-from trainer.models.build import named_tensors
 from trainer.models.hf_bridge import to_hf
+from trainer.models.sharding import OUTPUT, named_tensors, whole_tensors
 from trainer.phases import Phases
 from trainer.report import Progress, RunRecords
 from trainer.role import FORWARD, Role
@@ -129,8 +129,8 @@ def warm_up(run: Run, outputs: Outputs) -> None:
 
 def start_critic_from(weights: Mapping[str, Tensor], critic: Role) -> None:
     """Give the critic the actor's body; its value head, which no actor has, starts anew (at zero)."""
-    body = tuple(name for name in weights if ".output_layer." not in name)
-    critic.load_weights(LazyTensors(body, weights.__getitem__))
+    body = {name for name, _ in named_tensors(critic.chunks)} - {OUTPUT}
+    critic.load_weights(LazyTensors(tuple(name for name in weights if name in body), weights.__getitem__))
 
 
 def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: float) -> dict[str, float]:
@@ -149,6 +149,8 @@ def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: fl
         with process_groups_destroyed():
             responses = run.engine.generate(prompts, seed=seed)
         run.engine.sleep()
+        if config.parallel.model_ranks > 1:
+            responses = agreed_responses(responses)
         batch = batch_of(responses, run.prompts.scores(responses.texts, examples))
     with phases.phase("ref_log_probs", step=number), actor.awake(kinds=FORWARD, tag="ref"):
         batch["ref_log_probs"], _ = step.log_probs(actor, batch, **scoring)
@@ -204,8 +206,9 @@ def _needs_accuracy(settings: AlgoConfig, number: int, checkpoints: Checkpoints 
 
 def _sync_engine(run: Run) -> None:
     """Wake the engine with the actor's weights; the actor sleeps again afterwards."""
+    model = run.actor.config.model
     with run.actor.awake(kinds=FORWARD):
-        run.engine.wake_up(to_hf(named_tensors(run.actor.chunks), model=run.actor.config.model))
+        run.engine.wake_up(to_hf(whole_tensors(run.actor.chunks), model=model))
 
 
 def _train(

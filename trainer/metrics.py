@@ -57,7 +57,9 @@ def _mean(sums: Sums, numerator: str, denominator: str) -> float:
 
 def _common(sums: Sums, role: str) -> dict[str, float]:
     norms = [step["grad_norm"] for step in sums if not step["skipped"]]
+    has_experts = "aux_loss_sum" in sums[0]
     return {
+        **({f"{role}/aux_loss": _mean(sums, "aux_loss_sum", "loss_count")} if has_experts else {}),
         f"{role}/loss": _mean(sums, "loss_sum", "loss_count"),
         f"{role}/grad_norm": sum(norms) / len(norms) if norms else math.nan,
         f"{role}/skipped_steps": sum(step["skipped"] for step in sums),

@@ -11,7 +11,7 @@ import torch
 
 import patches
 from patches import reloadable_groups
-from trainer.config import Config
+from trainer.config import Config, ParallelConfig
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -40,16 +40,24 @@ def set_up(config: Config) -> list[str]:
 
 def set_up_process_groups(config: Config) -> None:
     """Default group and Megatron's groups; ranks and addresses come from the environment that the launcher set."""
-    from megatron.core import parallel_state
-
     backend = "gloo" if config.platform.name == "cpu" else "nccl"
     if config.offload.destroy_process_groups:
         backend = reloadable_groups.register(backend)
     # Without device_id NCCL makes communicators on first use; with it, one for each of Megatron's many groups at once.
     torch.distributed.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    set_up_parallel_groups(config.parallel)
+
+
+def set_up_parallel_groups(parallel: ParallelConfig) -> None:
+    """Megatron's groups, over the default group, in place of earlier ones."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.parallel.tp,
-        pipeline_model_parallel_size=config.parallel.pp,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        expert_model_parallel_size=parallel.expert,
         create_gloo_process_groups=False,
     )
 

@@ -19,8 +19,10 @@ from trainer.config import Config
 from trainer.memory.arena import HostArenas
 from trainer.memory.regions import MemoryObserver, RoleRegions
 from trainer.memory.saver import Saver
-from trainer.models.build import build_gpt, drop_caches, move_rest, named_tensors, wrap_ddp
+from trainer.models.build import build_chunks, drop_caches, move_rest, wrap_ddp
+from trainer.models.moe import drop_routing
 from trainer.models.param_shards import ParamShards
+from trainer.models.sharding import OwnParts, named_tensors
 from trainer.plan import KINDS, Plan
 
 TRAINING = frozenset(KINDS)
@@ -46,7 +48,7 @@ class Role:
         self.name, self.config = name, config.roles[name]
         self._plan, self._regions = plan, RoleRegions(name, plan=plan, saver=saver, observer=observer)
         self._rebuilds = plan.row(name, "param").keeper == "main_params"
-        gpt = build_gpt(
+        gpts = build_chunks(
             self.config.model,
             vocab_size=vocab_size,
             parallel=config.parallel,
@@ -60,6 +62,7 @@ class Role:
                 disable_param_backup=bool(plan.row(name, "param").flag),
                 owner=self._regions.ddp_buffers(),
             )
+            for gpt in gpts
         ]
         move_rest(self.chunks, self._regions.region("rest"))
         self.optimizer, self._state = optimizers.build_optimizer(
@@ -98,6 +101,7 @@ class Role:
         if goes_to_sleep:
             self._backup_if_trained()
             drop_caches()
+            drop_routing(self.chunks)
             self._active_tag = None  # before the first region goes: a sleep that fails half-way must not leave it set
         if "grad" in kinds:
             self.optimizer.zero_grad(set_to_none=True)
@@ -289,8 +293,9 @@ class Role:
                 chunk.disable_forward_pre_hook(param_sync=True)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy ``weights`` (names of :func:`named_tensors`) into the model and refresh the fp32 main params, without
-        which the next optimizer step would undo the load. A lazy mapping is read one tensor at a time.
+        """Copy ``weights`` (names and parts of :func:`named_tensors`) into the model and refresh the fp32 main params,
+        without which the next optimizer step would undo the load. A lazy mapping is read one tensor at a time; whole
+        tensors go through :meth:`load_whole_weights`.
 
         Raises:
             ValueError: a name that the model lacks, or another shape than its tensor has.
@@ -311,6 +316,10 @@ class Role:
         self.optimizer.reload_model_params()
         self._trained_since_backup = True
         self._backup_if_trained()
+
+    def load_whole_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """As :meth:`load_weights`, from tensors of the whole model, of which this rank takes its parts."""
+        self.load_weights(OwnParts(weights, dict(named_tensors(self.chunks))))
 
     def parameter_count(self) -> int:
         """Parameters on this rank."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class
 
-from trainer import limits, memory_rules, objectives, rules_algo, speed_rules
+from trainer import limits, memory_rules, moe_rules, objectives, parallel_rules, rules_algo, speed_rules
 from trainer.hf_architecture import FIXED, architecture_of
 from trainer.tasks.verifiers import import_function
 from trainer.tokenizer import check_vocab_size
@@ -51,11 +51,12 @@ def check(config: Config, *, explicit_flags: ExplicitFlags) -> None:
     check_main_params_source(config)
     memory_rules.check_tags(config)
     check_overlap(config)
-    check_parallel_support(config)
-    check_world_size(config)
+    check_model_shapes(config)
+    parallel_rules.check_parallel(config)
+    moe_rules.check_experts(config)
+    moe_rules.check_expert_parallel(config)
     check_nodes(config)
     objectives.check(config.objective)
-    check_model_shapes(config)
     check_checkpoints(config)
     check_batch_sizes(config)
     speed_rules.check(config)
@@ -166,26 +167,6 @@ def check_overlap(config: Config) -> None:
             )
 
 
-def check_parallel_support(config: Config) -> None:
-    for name in ("tp", "pp"):
-        value = getattr(config.parallel, name)
-        if value != 1:
-            raise ValueError(f"parallel.{name}={value}: only parallel.{name}=1 is supported yet")
-
-
-def check_world_size(config: Config) -> None:
-    tp, pp, nproc, nnodes = config.parallel.tp, config.parallel.pp, config.launch.nproc, config.launch.nnodes
-    if config.world_size % (tp * pp):
-        workers = f"launch.nproc={nproc}"
-        if nnodes > 1:
-            workers = f"launch.nnodes * launch.nproc = {nnodes} * {nproc} = {config.world_size}"
-        unit = tp * pp // math.gcd(tp * pp, nnodes)
-        raise ValueError(
-            f"{workers} is no multiple of parallel.tp * parallel.pp = {tp} * {pp} = {tp * pp}: "
-            f"use launch.nproc={unit * max(1, nproc // unit)} or other parallel sizes"
-        )
-
-
 def check_nodes(config: Config) -> None:
     """What needs no look at the environment; the rest is in :func:`trainer.nodes.find_nodes`."""
     nnodes, rank, endpoint = config.launch.nnodes, config.launch.node_rank, config.launch.rdzv_endpoint
@@ -206,7 +187,7 @@ def _model_key(config: Config, role: str, field: str) -> str:
 
 def check_model_shapes(config: Config) -> None:
     for role, role_config in config.roles.items():
-        model, name, tp = role_config.model, f"roles.{role}.model", config.parallel.tp
+        model, name = role_config.model, f"roles.{role}.model"
         if model.head_size is not None and model.head_size % 2:
             raise ValueError(
                 f"{name}.head_size={model.head_size} is odd, and rotary positions turn pairs: use "
@@ -223,14 +204,6 @@ def check_model_shapes(config: Config) -> None:
             raise ValueError(
                 f"{name}.heads={model.heads} is no multiple of {name}.kv_heads={model.kv_heads}: "
                 f"use {_model_key(config, role, 'kv_heads')}={' or '.join(map(str, fits))}"
-            )
-        shared = [n for n in (model.heads, model.kv_heads, model.ffn_size) if n % tp]
-        if shared:
-            sizes = range(1, model.heads + 1)
-            fits = [n for n in sizes if not any(s % n for s in (model.heads, model.kv_heads, model.ffn_size))]
-            raise ValueError(
-                f"parallel.tp={tp} does not divide {name}.heads={model.heads}, kv_heads={model.kv_heads} and "
-                f"ffn_size={model.ffn_size}; these do: parallel.tp={', '.join(map(str, fits))}"
             )
 
 

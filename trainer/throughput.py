@@ -93,6 +93,6 @@ def of_step(config: Config, batch: Batch, *, vocab_size: int) -> StepWork:
     return StepWork(
         phases=phases,
         tokens=tokens,
-        ranks=config.launch.nproc,
+        ranks=config.world_size,
         peak_flops_per_second=peak_flops_per_second(config.platform, device_name=device_name),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,7 +87,7 @@ def run(job: Job) -> dict[str, Any]:
                 "attention": _attention(job.config),
                 "patches": ", ".join(line.partition(":")[0] for line in patch_lines),
             },
-            plan=plan_rows(footprint(job.config, vocab_size=parts.vocab_size)),
+            plan=plan_rows(footprint(job.config, vocab_size=parts.vocab_size, stage=0)),  # the writer's own
         )
     return result
 
@@ -106,15 +107,17 @@ def _as_on_node_0(job: Job) -> Job:
 
 
 def export(parts: LoopRun, folder: Path | None) -> None:
-    """Write the actor as a Hugging Face folder; on ranks that give no folder it is awake meanwhile."""
-    from trainer.models.build import named_tensors
+    """Write the actor as a Hugging Face folder. Collective; ranks that give no folder only add their parts."""
     from trainer.models.hf_files import save_hf
+    from trainer.models.sharding import whole_tensors
     from trainer.role import FORWARD
 
     with parts.actor.awake(kinds=FORWARD):
+        weights = whole_tensors(parts.actor.chunks)
         if folder is not None:
             model, tokenizer = parts.actor.config.model, parts.prompts.tokenizer
-            save_hf(named_tensors(parts.actor.chunks), model=model, tokenizer=tokenizer, folder=folder)
+            save_hf(weights, model=model, tokenizer=tokenizer, folder=folder)
+        deque(weights, maxlen=0)
 
 
 def starting_points(config: Config) -> dict[str, str]:
@@ -139,7 +142,7 @@ def _discard(_: Any) -> None:
 def build(config: Config, phases: Phases) -> LoopRun:
     """Task, tokenizer, roles and engine of one run, all asleep; the process groups must exist."""
     from trainer.data import Prompts
-    from trainer.distributed import seed_for
+    from trainer.distributed import pipeline_rank, seed_for
     from trainer.loop import Run
     from trainer.memory.arena import HostArenas
     from trainer.memory.saver import make_saver
@@ -154,7 +157,7 @@ def build(config: Config, phases: Phases) -> LoopRun:
     saver = make_saver(config)
     plan = make_plan(config)
     arenas = HostArenas(pinned=config.platform.name == "cuda" and config.offload.train)
-    arenas.reserve(footprint(config, vocab_size=len(tokenizer)).arenas)
+    arenas.reserve(footprint(config, vocab_size=len(tokenizer), stage=pipeline_rank()).arenas)
     prompts = Prompts(config, task=task, tokenizer=tokenizer)
     paths = starting_points(config)
     roles = {}
@@ -171,7 +174,7 @@ def build(config: Config, phases: Phases) -> LoopRun:
         )
         if name in paths:
             state = SafetensorsFolder(Path(paths[name]))
-            roles[name].load_weights(from_hf(state, model=roles[name].config.model, value_head=name == "critic"))
+            roles[name].load_whole_weights(from_hf(state, model=roles[name].config.model, value_head=name == "critic"))
         roles[name].sleep()  # before the next one is built, so that one at a time has to fit
     engine = HfEngine(
         roles["actor"].config.model, config.rollout, tokenizer=tokenizer, saver=saver, observer=phases.observe

@@ -38,6 +38,7 @@ def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
     for case in cases:
         patches.revert("cpu_saver")  # a fresh saver for each run
         patches.apply("cpu_saver")
+        platform.set_up_parallel_groups(case.config.parallel)
         with _largest_file(case.disk_bytes):
             results[case.name] = _run(case)
     return results
@@ -84,14 +85,15 @@ def _run(case: Case) -> dict[str, Any]:
 
 
 def _check_ranks_agree(run: Any) -> None:
-    """Every data-parallel rank holds the same weights under every tag."""
-    from trainer.models.build import named_tensors
+    """Every rank gathers the same weights under every tag."""
+    from trainer.models.sharding import whole_tensors
     from trainer.role import FORWARD
 
     for role in run.roles.values():
         for tag in role.backuper.backup_tags if role.backuper else (role.name,):
             with role.awake(kinds=FORWARD, tag=tag):
-                found = b"".join(bytes(t.detach().view(torch.uint8).flatten().numpy()) for _, t in named_tensors(role.chunks))
+                whole = whole_tensors(role.chunks)
+                found = b"".join(bytes(t.detach().contiguous().view(torch.uint8).flatten().numpy()) for _, t in whole)
             digests: list[Any] = [None] * distributed.get_world_size()
             distributed.all_gather_object(digests, hashlib.sha256(found).hexdigest())
             assert len(set(digests)) == 1, (role.name, tag)

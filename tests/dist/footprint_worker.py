@@ -10,6 +10,7 @@ from torch import distributed
 from tests.dist.data_parallel_worker import OVERLAP, small_buckets
 from tests.roles import VOCAB_SIZE, ddp_buffers, fresh_saver, make_role, small_config
 from trainer import platform
+from trainer.distributed import data_parallel_group, data_parallel_size, pipeline_group, pipeline_rank
 from trainer.memory.saver import make_saver
 from trainer.models.build import named_tensors
 from trainer.plan.footprint import footprint, role_bytes
@@ -20,6 +21,7 @@ from trainer.tokenizer import load_tokenizer
 
 NO_DISTRIBUTED = tuple(f"roles.{role}.ddp.use_distributed_optimizer=false" for role in ("actor", "critic"))
 ODD = ("model.hidden_size=40", "model.ffn_size=50", "model.layers=3")  # nothing is a multiple of an alignment
+EXPERTS = ("model.num_experts=5", "model.num_experts_per_tok=2")
 CASES: dict[str, tuple[str, ...]] = {
     "lean": (),
     "full": ("memory=full",),
@@ -30,6 +32,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "qkv_bias": ("model.qkv_bias=true", "model.kv_heads=4", *ODD),
     "qk_norm": ("model.qk_norm=true", "model.kv_heads=1"),
     "fp32": ("model.dtype=fp32", *ODD),
+    "mixtral": (*EXPERTS, *ODD),
+    "qwen3_moe": (*EXPERTS, "model.qk_norm=true"),
     "no_distributed": (*NO_DISTRIBUTED, *ODD),
     "fp32_no_distributed": (*NO_DISTRIBUTED, "model.dtype=fp32"),
     "sharded": ("memory.tags=sharded",),
@@ -39,7 +43,17 @@ CASES: dict[str, tuple[str, ...]] = {
     "sharded_buckets": (*OVERLAP, "memory.tags=sharded", *ODD),
     "odd_buckets": (*OVERLAP, *ODD),
 }
-ENGINE_CASES = ("lean", "tied", "qkv_bias", "qk_norm", "fp32")
+# With two ranks only. Nothing that they share is a multiple of anything; the last stage of a tied model has a copy.
+EVEN = (*ODD, "model.layers=4", "model.qkv_bias=true")
+SHARED_CASES: dict[str, tuple[str, ...]] = {
+    "tp": ("parallel.tp=2", *EVEN),
+    "tp_tied": ("parallel.tp=2", "memory=rebuild", "model.tie_embeddings=true"),
+    "pp": ("parallel.pp=2", *EVEN),
+    "pp_tied": ("parallel.pp=2", "model.tie_embeddings=true", "memory=full", *EVEN),
+    "vpp": ("parallel.pp=2", "parallel.vpp=2", *EVEN),
+    "vpp_no_distributed": ("parallel.pp=2", "parallel.vpp=2", *NO_DISTRIBUTED, *EVEN),
+}
+ENGINE_CASES = ("lean", "tied", "qkv_bias", "qk_norm", "fp32", "mixtral", "qwen3_moe")
 SMALL_BUCKET = 20_000
 
 
@@ -49,7 +63,9 @@ def run_cases(payload: None) -> dict[tuple[str, str], dict[str, Any]]:
     platform.set_up(small_config(ranks))
     platform.set_up_process_groups(small_config(ranks))
     results = {}
-    for case, overrides in CASES.items():
+    shared = SHARED_CASES if distributed.get_world_size() == 2 else {}
+    for case, overrides in (CASES | shared).items():
+        platform.set_up_parallel_groups(small_config(ranks, *overrides).parallel)
         for name in ("actor", "critic"):
             results[case, name] = _role_case(name, (ranks, *overrides), has_buckets="buckets" in case)
         if case in ENGINE_CASES:
@@ -60,33 +76,41 @@ def run_cases(payload: None) -> dict[tuple[str, str], dict[str, Any]]:
 def _role_case(name: str, overrides: tuple[str, ...], *, has_buckets: bool) -> dict[str, Any]:
     fresh_saver()
     config, events = small_config(*overrides), []
+    vocab_size = VOCAB_SIZE + config.parallel.model_ranks - 1  # odd where ranks share it
     with small_buckets() if has_buckets else nullcontext():
-        role = make_role(name, *overrides, events=events)
+        role = make_role(name, *overrides, events=events, vocab_size=vocab_size)
     if role.backuper:
         role.copy_to_tag("ref")
     measured = _bytes_of(role)
     role.sleep()
     bucket_size = SMALL_BUCKET if has_buckets and name == "actor" else None
-    sizes = role_bytes(config, name, vocab_size=VOCAB_SIZE, bucket_size=bucket_size)
+    stage = pipeline_rank()
+    sizes = role_bytes(config, name, vocab_size=vocab_size, stage=stage, bucket_size=bucket_size)
     predicted = {**sizes.kinds, "main_params": sizes.main_params, "parameter_count": sizes.parameter_count}
     if role.backuper:
         predicted["tag"] = sizes.tag
     return {
-        "measured": measured,
-        "predicted": predicted,
+        **_of_every_stage({"measured": measured, "predicted": predicted}),
         "buckets": len(ddp_buffers(role)[0].buckets),
         "events": _largest([(e["kind"], e["keeper"], e["flag"], e["released_bytes"], e["backup_bytes"]) for e in events]),
         "holdings": [
             (h.kind, h.keeper, h.flag, h.train_bytes, h.host_asleep_bytes)
-            for h in footprint(config, vocab_size=VOCAB_SIZE).of_role(name)
+            for h in footprint(config, vocab_size=vocab_size, stage=stage).of_role(name)
         ],
     }
 
 
+def _of_every_stage(found: dict[str, Any]) -> dict[str, list[Any]]:
+    """The values of all pipeline stages, as lists."""
+    everyones: list[Any] = [None] * pipeline_group().size()
+    distributed.all_gather_object(everyones, found, group=pipeline_group())
+    return {key: [each[key] for each in everyones] for key in found}
+
+
 def _largest(events: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """What every rank recorded, each with its largest bytes."""
-    everyones: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyones, events)
+    """What every data-parallel rank recorded, each with its largest bytes."""
+    everyones: list[Any] = [None] * data_parallel_size()
+    distributed.all_gather_object(everyones, events, group=data_parallel_group())
     return [(*same[0][:3], *(max(sizes) for sizes in zip(*(e[3:] for e in same), strict=True)))
             for same in zip(*everyones, strict=True)]
 
@@ -99,7 +123,7 @@ def _bytes_of(role: Role) -> dict[str, int]:
     tags = {role.backuper.bytes_of(tag) for tag in role.backuper.backup_tags} if role.backuper else {0}
     assert len(tags) == 1
     largest = torch.tensor([role._state.flat.nbytes, 4 * role._state.main_size, *tags])
-    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
+    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=data_parallel_group())
     measured = {
         "param": sum(b.param_data.nbytes for b in buffers if b.param_data is not None),
         "grad": sum(b.grad_data.nbytes for b in buffers),

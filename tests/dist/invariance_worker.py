@@ -20,11 +20,17 @@ def run_matrix(payload: tuple[Mapping[str, Config], str | None]) -> dict[str, An
     first = next(iter(configs.values()))
     platform.set_up(first)
     platform.set_up_process_groups(first)
+    return run_configs(configs, fault=fault)
+
+
+def run_configs(configs: Mapping[Any, Config], *, fault: str | None = None) -> dict[Any, Any]:
+    """The same in a worker group that is set up."""
     results = {}
     for name, config in configs.items():
         if config.platform.name == "cpu":  # a fresh saver for each run
             patches.revert("cpu_saver")
             patches.apply("cpu_saver")
+        platform.set_up_parallel_groups(config.parallel)
         with FAULTS[fault]():
             results[name] = run_one(config)
     return results

@@ -1,5 +1,6 @@
 """A resumed run is the unbroken run, bit for bit, whatever policy saved it and however it was cut off."""
 
+import dataclasses
 import json
 import signal
 import time
@@ -98,25 +99,46 @@ def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for path in checkpoint.glob("*_optimizer_*.safetensors"):
         with safe_open(path, "pt") as saved:
-            starts = json.loads(saved.metadata()["starts"])
+            starts = json.loads(saved.metadata()["torpor"])["starts"]
             for key in saved.keys():  # noqa: SIM118
                 role, name = path.name.partition("_")[0], key.partition("/")[2]
                 parts.setdefault(f"{role}/{key}", []).append((starts[name], saved.get_tensor(key)))
     return {key: torch.cat([part for _, part in sorted(pieces, key=lambda p: p[0])]) for key, pieces in parts.items()}
 
 
+# An odd number of embedding rows, one more than there are tokens; tied ones lie on two pipeline stages.
+SHARED = ("algo.num_steps=2", "offload=none", "model.layers=4", "model.tie_embeddings=true", "model.vocab_size=263")
+LAYOUTS = {
+    "dp": (),
+    "tp": ("parallel.tp=2",),
+    "pp": ("parallel.pp=2",),
+    "vpp": ("parallel.pp=2", "parallel.vpp=2"),
+    "plain": PLAIN,
+}
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_another_number_of_ranks_and_another_optimizer_hold_the_same(dtype, tmp_path):
-    common = (*RUN, "algo.num_steps=2", f"model.dtype={dtype}", "offload=none")
-    two = Case("two", config_of(*common, "launch.nproc=2"), tmp_path / "two")
-    launch_cases([two], nproc=2, log_dir=tmp_path / "logs2")
-    saved = checkpoint_of(two.directory, 2)
-    one = Case("one", config_of(*common), tmp_path / "one", saved, copy_only=True)
+def test_another_layout_and_another_optimizer_hold_the_same(dtype, tmp_path):
+    """From data to tensor to pipeline parallel ranks to interleaved chunks to another optimizer and back, and to a
+    single rank."""
+    common = (*RUN, *SHARED, f"model.dtype={dtype}")
+    shared = {name: config_of(*common, "launch.nproc=2", *layout) for name, layout in LAYOUTS.items()}
+    two = Case("two", shared["dp"], tmp_path / "two")
+    saved = last = checkpoint_of(two.directory, 2)
+    chain = []
+    for name in ("tp", "pp", "vpp", "plain", "dp"):
+        chain.append(Case(name, shared[name], tmp_path / name, last, copy_only=True))
+        last = checkpoint_of(tmp_path / name, 2)
+    launch_cases([two, *chain], nproc=2, log_dir=tmp_path / "logs2")
+    one = Case("one", config_of(*common), tmp_path / "one", checkpoint_of(tmp_path / "vpp", 2), copy_only=True)
     plain = Case("plain", config_of(*common, *PLAIN), tmp_path / "plain", saved, copy_only=True)
     launch_cases([one, plain], nproc=1, log_dir=tmp_path / "logs1")
+
     expected = whole_tensors(saved)
     weights = {name: content for name, content in files(saved).items() if "weights" in name}
+    assert len(weights) == 3
     assert all(tensor.any() for key, tensor in expected.items() if "output_layer" in key)
+    assert files(last) == files(saved)
     for case in (one, plain):
         copied = checkpoint_of(case.directory, 2)
         found = whole_tensors(copied)
@@ -124,6 +146,24 @@ def test_another_number_of_ranks_and_another_optimizer_hold_the_same(dtype, tmp_
         assert all(torch.equal(found[key], expected[key]) for key in expected), case.name
         assert {name: content for name, content in files(copied).items() if "weights" in name} == weights
         assert folder.read(copied).optimizer_steps == folder.read(saved).optimizer_steps == {"actor": 34, "critic": 8}
+
+
+def test_resumed_is_unbroken_where_ranks_share_the_model(tmp_path):
+    """The second rank's shares and parts too; tags shared and saving in the background."""
+    cases = []
+    for name in ("tp", "vpp"):
+        config = config_of(*RUN, *SHARED, "algo.warmup_steps=4", "offload=train", "launch.nproc=2", *LAYOUTS[name])
+        cases.append(Case(name, config, tmp_path / name))
+        memory = dataclasses.replace(config.memory, tags="sharded")
+        background = dataclasses.replace(config.checkpoint, async_save=True)
+        other = dataclasses.replace(config, memory=memory, checkpoint=background)
+        cases.append(Case(f"{name}_on", other, tmp_path / f"{name}_on", checkpoint_of(tmp_path / name, 1)))
+    results = launch_cases(cases, nproc=2, log_dir=tmp_path / "logs")
+    for unbroken, resumed in zip(cases[::2], cases[1::2], strict=True):
+        assert json.dumps(results[resumed.name]["metrics"]) == json.dumps(results[unbroken.name]["metrics"][2:])
+        expected = files(checkpoint_of(unbroken.directory, 2))
+        assert len(expected) == 2 * 3 + 2 * 2
+        assert files(checkpoint_of(resumed.directory, 2)) == expected
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import mmap
 
 import pytest
 
-from tests.dist.footprint_worker import CASES, ENGINE_CASES, run_cases
+from tests.dist.footprint_worker import CASES, ENGINE_CASES, SHARED_CASES, run_cases
 from trainer.launch import launch
 from trainer.launch_environment import worker_environment
 
@@ -18,11 +18,22 @@ def results(request, tmp_path_factory):
     return launch(run_cases, None, nproc=request.param, log_dir=log_dir, environment=environment)
 
 
+def found_in(results, case, name):
+    if (case, name) not in results:
+        assert case in SHARED_CASES
+        pytest.skip("ranks that share the model are more than one")
+    return results[case, name]
+
+
 @pytest.mark.parametrize("name", ["actor", "critic"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *SHARED_CASES])
 def test_every_tensor_of_a_role_is_counted_exactly(results, case, name):
-    found = results[case, name]
+    """On every pipeline stage."""
+    found = found_in(results, case, name)
     assert found["measured"] == found["predicted"]
+    if case.startswith(("pp", "vpp")):
+        first, last = found["measured"]
+        assert first["parameter_count"] != last["parameter_count"] or "tied" in case
 
 
 @pytest.mark.parametrize("case", ENGINE_CASES)
@@ -32,13 +43,14 @@ def test_the_engine_is_counted_exactly(results, case):
 
 
 @pytest.mark.parametrize("name", ["actor", "critic"])
-@pytest.mark.parametrize("case", [case for case in CASES if "buckets" not in case])
+@pytest.mark.parametrize("case", [case for case in (*CASES, *SHARED_CASES) if "buckets" not in case])
 def test_regions_and_host_copies_are_those_foreseen_but_for_whole_pages(results, case, name):
-    events, holdings = results[case, name]["events"], results[case, name]["holdings"]
+    found = found_in(results, case, name)
+    events, holdings = found["events"], found["holdings"]
     assert [event[:3] for event in events] == [holding[:3] for holding in holdings]  # kind, keeper, flag
     for event, holding in zip(events, holdings, strict=True):
         for measured, predicted in zip(event[3:], holding[3:], strict=True):
-            assert predicted <= measured < predicted + 2 * PAGE, (event, holding)  # a buffer per dtype
+            assert predicted <= measured < predicted + 4 * PAGE, (event, holding)  # a buffer per dtype and chunk
 
 
 def test_the_cases_with_buckets_have_several(results):

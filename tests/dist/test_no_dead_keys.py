@@ -16,7 +16,7 @@ from trainer.launch_environment import worker_environment
 BASE = (
     *SMALL,
     *("offload=none", "model.dtype=fp32", "model.layers=1", "task.forms=digits", "rollout.max_new_tokens=2"),
-    *("algo.warmup_steps=30", "algo.warmup_lr=5e-3", "algo.warmup_batch_size=16"),
+    *("algo.warmup_steps=25", "algo.warmup_lr=5e-3", "algo.warmup_batch_size=16"),
 )
 WSD = ("optimizer.lr_schedule=wsd", "optimizer.lr_wsd_decay_steps=3")
 REINFORCE = ("algo=reinforce_pp", "algo.whiten_advantages=false")

@@ -7,7 +7,7 @@ import pytest
 from tests.composing import config_of
 from trainer.plan.fit import check_fits, fits
 from trainer.plan.footprint import footprint
-from trainer.plan.layout import Parameter, buffer_layout, buffer_layouts, optimizer_elements, parameters, tag_bytes
+from trainer.plan.layout import Buffer, Parameter, buffer_layout, buffers_of, optimizer_elements, parameters, tag_bytes
 
 # Llama-3-70B (arXiv:2407.21783, table 3): 128256 * 8192 * 2 + 80 * layer + 8192, layer = 8192 * (8192 + 10240 + 3 *
 # 28672 + 2)
@@ -76,14 +76,23 @@ def test_buckets_and_padding_of_megatrons_buffers():
 )
 def test_elements_of_the_flat_optimizer_state(distributed, dtype, expected):
     layout = buffer_layout([130, 100, 70], data_parallel=3, distributed_optimizer=distributed, bucket_size=200)
-    assert optimizer_elements({dtype: layout}, distributed_optimizer=distributed, data_parallel=3) == expected
+    found = optimizer_elements([Buffer(dtype, layout)], distributed_optimizer=distributed, data_parallel=3)
+    assert found == expected
+
+
+def test_neighbouring_ranks_cut_their_different_experts_alike():
+    """Of six ranks, ranks 0 and 1 have other experts: ranks 0, 2, 4 share a buffer, and 1, 3, 5 another."""
+    layout = buffer_layout([130, 100, 70], data_parallel=3, distributed_optimizer=True, bucket_size=200)
+    buffer = Buffer("bf16", layout, expert_parallel=2)
+    assert buffer.shards(6) == [[70, 128], [70, 128], [100, 2], [100, 2], [], []]
+    assert optimizer_elements([buffer], distributed_optimizer=True, data_parallel=6) == (3 * (80 + 128), 80 + 128)
 
 
 def test_a_shared_tag_takes_each_rank_its_pieces_of_every_bucket():
     """Of the first layout, in bf16: rank 0's pieces of 70 and 128 elements take 192 and 256 bytes of an arena."""
     layout = buffer_layout([130, 100, 70], data_parallel=3, distributed_optimizer=True, bucket_size=200)
     found = [Parameter(str(size), size, "bf16") for size in (130, 100, 70)]
-    sizes = {"found": found, "layouts": {"bf16": layout}, "table_bytes": 64}
+    sizes = {"found": found, "buffers": [Buffer("bf16", layout)], "table_bytes": 64}
     assert tag_bytes(**sizes, data_parallel=3) == 64 + 192 + 256
     assert tag_bytes(**sizes, data_parallel=1) == tag_bytes(**sizes, data_parallel=None) == 64 + 320 + 256 + 192
 
@@ -110,8 +119,8 @@ def test_shared_tags_divide_the_host_bytes_of_every_tag_by_the_ranks():
 def test_the_value_head_has_a_buffer_of_its_own():
     config = config_of()
     found = parameters(config.roles["critic"].model, vocab_size=320, value_head=True, parallel=config.parallel)
-    layouts = buffer_layouts(found, ddp=config.roles["critic"].ddp, data_parallel=1, bucket_size=None)
-    assert {dtype: layout.size for dtype, layout in layouts.items()}["fp32"] == 128
+    buffers = buffers_of(found, ddp=config.roles["critic"].ddp, data_parallel=1, expert_parallel=1, bucket_size=None)
+    assert [(buffer.dtype, buffer.layout.size) for buffer in buffers if buffer.dtype == "fp32"] == [("fp32", 128)]
     assert [parameter.name for parameter in found if parameter.dtype == "fp32"] == ["output_layer.weight"]
 
 

@@ -11,16 +11,24 @@ from transformers import AutoModelForCausalLM
 
 import conf
 from tests.megatron_world import one_rank_world
-from trainer.config import ModelConfig, ParallelConfig
+from trainer.config import ModelConfig
 from trainer.models.build import build_gpt, named_tensors
-from trainer.models.hf_bridge import from_hf, hf_config, to_hf
+from trainer.models.hf_bridge import from_hf, hf_config, to_hf, views_by_file_name
+from trainer.plan.layout import WHOLE
 
 _TINY = OmegaConf.to_container(OmegaConf.load(Path(conf.__file__).parent / "model/tiny.yaml"))
 TINY = ModelConfig(**{**_TINY, "attention_backend": "sdpa"})  # type: ignore[dict-item]
 SMALL = dataclasses.replace(
     TINY, layers=2, hidden_size=64, ffn_size=96, heads=4, kv_heads=2, rope_theta=5e5, norm_eps=1e-3, dtype="fp32"
 )
-FAMILIES = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "mixtral": EXPERTS,
+    "qwen3_moe": {**EXPERTS, "qk_norm": True, "norm_topk_prob": False},
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,7 +43,7 @@ def hf_config_of(model, *, vocab_size):
 
 def random_gpt(model, *, vocab_size):
     """Every parameter random, so that norms and biases count too. -> (model, its named tensors)."""
-    gpt = build_gpt(model, vocab_size=vocab_size, parallel=ParallelConfig(1, 1), seed=1, value_head=False)
+    gpt = build_gpt(model, vocab_size=vocab_size, parallel=WHOLE, seed=1, value_head=False)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
@@ -47,9 +55,11 @@ def random_gpt(model, *, vocab_size):
 def assert_same_logits(model, *, vocab_size, attention):
     gpt, named = random_gpt(model, vocab_size=vocab_size)
     hf = AutoModelForCausalLM.from_config(hf_config_of(model, vocab_size=vocab_size), attn_implementation=attention)
-    missing, unexpected = hf.load_state_dict(dict(to_hf(named.items(), model=model)), strict=False)
-    assert not unexpected
-    assert missing == (["lm_head.weight"] if model.tie_embeddings else [])
+    views = views_by_file_name(dict(hf.named_parameters()), model=model)
+    weights = dict(to_hf(named.items(), model=model))
+    assert views.keys() == weights.keys()
+    for name, view in views.items():
+        view.data.copy_(weights[name])
     tokens = torch.randint(vocab_size, (3, 17), generator=torch.Generator().manual_seed(3))
     positions = torch.arange(17).expand(3, -1)
     with torch.no_grad():
@@ -83,7 +93,7 @@ def test_there_and_back_is_bitwise_the_same(family, tied):
     model = dataclasses.replace(SMALL, tie_embeddings=tied, dtype="bf16", **FAMILIES[family])
     _, named = random_gpt(model, vocab_size=50)
     returned = dict(from_hf(dict(to_hf(named.items(), model=model)), model=model))
-    assert set(named) - set(returned) == {"chunk0.rotary_pos_emb.inv_freq"}
+    assert set(named) - set(returned) == {"rotary_pos_emb.inv_freq"}
     assert set(returned) <= set(named)
     assert all(torch.equal(named[name], tensor) for name, tensor in returned.items())
 
@@ -91,7 +101,7 @@ def test_there_and_back_is_bitwise_the_same(family, tied):
 def test_layout_of_fused_projections():
     """Rows numbered by hand: 4 query heads of size 1 share 2 key-value heads; gate comes before up."""
     model = dataclasses.replace(SMALL, hidden_size=4, heads=4, kv_heads=2, ffn_size=2)
-    layer, hf_layer = "chunk0.decoder.layers.1.", "model.layers.1."
+    layer, hf_layer = "decoder.layers.1.", "model.layers.1."
     qkv = torch.arange(8.0)[:, None].expand(-1, 4)  # q0 q1 k0 v0 q2 q3 k1 v1
     fc1 = torch.arange(4.0)[:, None].expand(-1, 4)
     named = [
@@ -112,6 +122,18 @@ def test_no_family_has_bias_and_norm():
     model = dataclasses.replace(SMALL, qkv_bias=True, qk_norm=True)
     with pytest.raises(ValueError, match=r"model\.qkv_bias=true together with model\.qk_norm=true"):
         hf_config_of(model, vocab_size=50)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"qkv_bias": True}, r"model\.num_experts=4 together with model\.qkv_bias=true .* set model\.qkv_bias=false"),
+        ({"norm_topk_prob": False}, r"norm_topk_prob=false and model\.qk_norm=false .* model\.norm_topk_prob=true"),
+    ],
+)
+def test_mixtures_without_a_family(settings, message):
+    with pytest.raises(ValueError, match=message):
+        hf_config_of(dataclasses.replace(SMALL, **EXPERTS, **settings), vocab_size=50)
 
 
 def test_unknown_tensors_are_refused():
@@ -137,4 +159,4 @@ def test_spare_copies_in_hf_state_are_left_out():
     spare = {"lm_head.weight": torch.zeros(50, 64), "model.rotary_emb.inv_freq": torch.zeros(8)}
     with_spare = dict(from_hf({**state, **spare}, model=model))
     assert with_spare.keys() == plain.keys()
-    assert "chunk0.output_layer.weight" not in with_spare
+    assert "output_layer.weight" not in with_spare

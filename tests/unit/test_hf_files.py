@@ -6,15 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from tests import roles
 from tests.composing import config_of
 from tests.megatron_world import one_rank_world
-from trainer.config import ModelConfig, ParallelConfig
+from trainer.config import ModelConfig
 from trainer.models.build import build_gpt, named_tensors
-from trainer.models.hf_bridge import from_hf, to_hf
+from trainer.models.hf_bridge import from_hf, to_hf, views_by_file_name
 from trainer.models.hf_files import INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder, save_hf
+from trainer.plan.layout import WHOLE
 from trainer.tasks.arithmetic import ArithmeticTask
 from trainer.tokenizer import load_tokenizer
 
@@ -37,11 +38,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 128, "head_dim": 24}
 FAMILIES = {
     "llama": LlamaConfig(**SIZES),
     "llama3": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=24),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES | EXPERTS | {"intermediate_size": 96}, norm_topk_prob=True),
+    "qwen3_moe_plain_softmax": Qwen3MoeConfig(**SIZES | EXPERTS | {"intermediate_size": 96}, norm_topk_prob=False),
 }
 
 
@@ -74,7 +79,7 @@ def load(folder, *, value_head=False):
     """-> (ModelConfig, GPT with the folder's weights, its named tensors)."""
     model = model_of(folder)
     vocab_size = model.embedding_rows(0)
-    gpt = build_gpt(model, vocab_size=vocab_size, parallel=ParallelConfig(1, 1), seed=1, value_head=value_head)
+    gpt = build_gpt(model, vocab_size=vocab_size, parallel=WHOLE, seed=1, value_head=value_head)
     named = dict(named_tensors([SimpleNamespace(module=gpt)]))
     with torch.no_grad():
         for name, tensor in from_hf(SafetensorsFolder(folder), model=model, value_head=value_head).items():
@@ -94,7 +99,7 @@ def test_the_loaded_model_is_that_of_transformers(family, dtype, tied, tmp_path)
     hf = save_checkpoint(tmp_path, family, dtype=dtype, tied=tied)
     model, gpt, named = load(tmp_path)
     assert model.dtype == {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
-    theirs = hf.state_dict()
+    theirs = views_by_file_name(hf.state_dict(), model=model)
     for name, tensor in to_hf(named.items(), model=model):
         assert torch.equal(tensor, theirs[name]), name
     tokens = torch.randint(VOCABULARY, (2, 150), generator=torch.Generator().manual_seed(3))
@@ -156,11 +161,11 @@ def test_a_critic_has_the_body_and_a_head_of_its_own(tmp_path):
     for tied in (False, True):
         save_checkpoint(tmp_path, "llama", tied=tied)
         _, _, named = load(tmp_path, value_head=True)
-        head = named["chunk0.output_layer.weight"]
+        head = named["output_layer.weight"]
         assert head.shape == (1, 64)
         assert head.dtype == torch.float32
         assert torch.equal(
-            named["chunk0.embedding.word_embeddings.weight"], SafetensorsFolder(tmp_path)["model.embed_tokens.weight"]
+            named["embedding.word_embeddings.weight"], SafetensorsFolder(tmp_path)["model.embed_tokens.weight"]
         )
 
 
@@ -183,13 +188,13 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path):
     actor = roles.make_role("actor", "model=hf", f"model.path={tmp_path}", f"tokenizer.path={tmp_path}")
     state = dict(from_hf(SafetensorsFolder(tmp_path), model=actor.config.model))
     with pytest.raises(ValueError, match=r"output_layer.weight has the shape \(63, 64\), the actor's is \(64, 64\)"):
-        actor.load_weights({"chunk0.output_layer.weight": state["chunk0.output_layer.weight"][:63]})
+        actor.load_weights({"output_layer.weight": state["output_layer.weight"][:63]})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model of type gpt2: supported are llama, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, "model of type gpt2: supported are llama, qwen2, qwen3, mixtral, qwen3_moe"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"mlp_bias": True}, "mlp_bias=true"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
@@ -207,6 +212,21 @@ def test_what_a_gpt_of_ours_cannot_compute_is_refused_by_name(changes, message, 
 def test_sliding_windows_are_refused(tmp_path):
     Qwen2Config(**SIZES, use_sliding_window=True, max_window_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="sliding-window attention"):
+        model_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mixtral", {"sliding_window": 4096}, "sliding-window attention"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    ],
+)
+def test_what_a_mixture_of_ours_cannot_compute_is_refused_by_name(family, changes, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES[family].to_dict() | changes))
+    with pytest.raises(ValueError, match=message):
         model_of(tmp_path)
 
 

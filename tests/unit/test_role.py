@@ -34,6 +34,7 @@ from trainer.role import FORWARD, Role
 
 MIB = 1 << 20
 MEDIUM = ("model.layers=2", "model.hidden_size=512", "model.ffn_size=1536")  # 6M parameters, 100 MB awake
+EXPERTS = ("model.num_experts=4", "model.num_experts_per_tok=2")
 NO_DISTRIBUTED_OPTIMIZER = "roles.actor.ddp.use_distributed_optimizer=false"
 
 
@@ -386,11 +387,11 @@ def test_a_critic_started_from_the_actor_has_its_body_and_its_own_head():
     train(actor)
     actor.backup()
     body = {name: tensor for name, tensor in weights_of(actor).items() if "output_layer" not in name}
-    head = weights_of(critic)["chunk0.output_layer.weight"]
+    head = weights_of(critic)["output_layer.weight"]
     assert head.shape == (1, 64)
     assert not same_weights({name: weights_of(critic)[name] for name in body}, body)
     start_critic_from(actor.backuper.get("actor"), critic)
-    expected = body | {"chunk0.output_layer.weight": head}
+    expected = body | {"output_layer.weight": head}
     assert same_weights(weights_of(critic), expected)
     train(critic, lr=0.0)
     assert same_weights(weights_of(critic), expected)
@@ -399,8 +400,8 @@ def test_a_critic_started_from_the_actor_has_its_body_and_its_own_head():
 def test_unknown_weights_are_refused():
     role = make_role("actor")
     expected = role.weights_sha256()
-    with pytest.raises(ValueError, match=r"the actor has no tensors called chunk0\.lm_head"):
-        role.load_weights({"chunk0.lm_head": torch.ones(1), **weights_of(role)})
+    with pytest.raises(ValueError, match=r"the actor has no tensors called lm_head"):
+        role.load_weights({"lm_head": torch.ones(1), **weights_of(role)})
     assert role.weights_sha256() == expected
 
 
@@ -445,7 +446,7 @@ def tensors_alive():
 
 
 @pytest.mark.parametrize("name", ["actor", "critic"])
-@pytest.mark.parametrize("overrides", [(), ("model.dtype=fp32",)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("overrides", [(), ("model.dtype=fp32",), EXPERTS], ids=["bf16", "fp32", "experts"])
 def test_every_tensor_of_a_sleeping_role_is_in_a_region_or_a_backup(name, overrides):
     """With a 64 KiB bound, as befits the size of the model; most weights, moments and the rotary cache are above."""
     before = {tensor.untyped_storage().data_ptr() for tensor in tensors_alive()}
@@ -475,7 +476,7 @@ def test_both_buffers_of_a_critic_sleep():
         assert region_of(buffer.grad_data) == ("critic/grad", False)
     in_buffers = {id(parameter) for buffer in ddp_buffers(critic) for parameter in buffer.params}
     rest = {name: region_of(t) for name, t in named_tensors(critic.chunks) if id(t) not in in_buffers}
-    assert rest == {"chunk0.rotary_pos_emb.inv_freq": ("critic/rest", True)}
+    assert rest == {"rotary_pos_emb.inv_freq": ("critic/rest", True)}
     assert region_of(critic._state.flat)[0] == "critic/optim"
     moments = [inner.optimizer.state[p] for inner in inner_optimizers(critic.optimizer) for p in inner.optimizer.state]
     assert len(moments) == len(in_buffers)

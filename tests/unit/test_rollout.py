@@ -8,10 +8,11 @@ import torch
 
 from tests.megatron_world import one_rank_world
 from trainer.algo.log_probs import log_probs_from_logits
-from trainer.config import ModelConfig, ParallelConfig, RolloutConfig
+from trainer.config import ModelConfig, RolloutConfig
 from trainer.memory.saver import MemorySaver, NullSaver
 from trainer.models.build import build_gpt, named_tensors
 from trainer.models.hf_bridge import to_hf
+from trainer.plan.layout import WHOLE
 from trainer.rollout.hf import HfEngine
 from trainer.tokenizer import load_tokenizer
 
@@ -33,6 +34,10 @@ MODEL = ModelConfig(
     qkv_bias=False,
     qk_norm=False,
     tie_embeddings=False,
+    num_experts=None,
+    num_experts_per_tok=None,
+    norm_topk_prob=True,
+    router_aux_loss_coef=0.0,
     init_std=0.02,
     dtype="fp32",
     attention_backend="sdpa",
@@ -266,7 +271,7 @@ def test_log_probs_equal_those_of_the_actor(make_engine):
     """What the training side computes from the same weights, in megatron-core and bf16."""
     model = dataclasses.replace(MODEL, dtype="bf16", init_std=0.2)
     engine = make_engine(model=model)
-    gpt = build_gpt(model, vocab_size=VOCABULARY, parallel=ParallelConfig(1, 1), seed=1, value_head=False)
+    gpt = build_gpt(model, vocab_size=VOCABULARY, parallel=WHOLE, seed=1, value_head=False)
     engine.sleep()
     engine.wake_up(to_hf(named_tensors([SimpleNamespace(module=gpt)]), model=model))
     assert not any(parameter.requires_grad for parameter in engine.model.parameters())

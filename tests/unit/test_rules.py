@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from tests.composing import composed, config_of
 from trainer import config as configuration
-from trainer import limits, rules
+from trainer import limits
 from trainer.config import GRAD_FLAG, PARAM_FLAG, Config
 from trainer.plan import make_plan
 
@@ -166,31 +166,6 @@ def test_overlap_param_gather(missing):
     message = error_of(*wanted, f"roles.actor.ddp.{missing}=false")
     assert f"roles.actor.ddp.{missing}=true" in message
     assert config_of(*wanted).roles["actor"].ddp.overlap_param_gather
-
-
-def test_parallel_sizes():
-    assert error_of("parallel.tp=2") == "parallel.tp=2: only parallel.tp=1 is supported yet"
-    assert error_of("parallel.pp=2") == "parallel.pp=2: only parallel.pp=1 is supported yet"
-    assert "parallel.tp=0: must be at least 1" in error_of("parallel.tp=0")
-
-
-def test_world_size_spells_out_its_factors():
-    config = config_of("platform=cpu")
-    launch = dataclasses.replace(config.launch, nproc=6)
-    config = dataclasses.replace(config, launch=launch, parallel=dataclasses.replace(config.parallel, tp=2, pp=2))
-    with pytest.raises(ValueError, match=r"launch.nproc=6 .* 2 \* 2 = 4: use launch.nproc=4"):
-        rules.check_world_size(config)
-    config = dataclasses.replace(config, launch=dataclasses.replace(launch, nproc=4))
-    rules.check_world_size(config)
-    assert config.data_parallel_size == 1
-
-
-def test_tensor_parallel_sizes_that_fit_are_listed():
-    config = config_of("model.heads=8", "model.kv_heads=4", "model.ffn_size=96")
-    with pytest.raises(ValueError, match=r"parallel.tp=3 .*heads=8, kv_heads=4 and ffn_size=96.*parallel.tp=1, 2, 4$"):
-        rules.check_model_shapes(dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tp=3)))
-    for tp in (1, 2, 4):
-        rules.check_model_shapes(dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tp=tp)))
 
 
 @pytest.mark.parametrize(

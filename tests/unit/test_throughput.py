@@ -16,11 +16,14 @@ def world():
         yield
 
 
-@pytest.mark.parametrize("name", ["actor", "critic"])
-def test_the_formula_counts_what_torch_computes(name):
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("actor", ()), ("critic", ()), ("actor", ("model.num_experts=4", "model.num_experts_per_tok=2"))],
+)
+def test_the_formula_counts_what_torch_computes(name, extra):
     """Without padding, torch counts the same, save that it computes the whole square of the attention."""
     fresh_saver()
-    role = make_role(name, "model.dtype=fp32", "model.head_size=24")
+    role = make_role(name, "model.dtype=fp32", "model.head_size=24", *extra)
     batch = make_batch([12, 12, 12], prompt=4)
     tokens, length = batch["tokens"][:, :-1], 16
     sizes = {"vocab_size": VOCAB_SIZE, "value_head": name == "critic", "tokens": 3 * length}

@@ -20,7 +20,7 @@ from trainer.config import Config
 from trainer.memory.arena import HostArenas
 from trainer.memory.regions import MemoryObserver, RoleRegions
 from trainer.memory.saver import Saver
-from trainer.models.build import build_gpt, drop_caches, move_rest, named_tensors, wrap_ddp
+from trainer.models.build import build_chunks, drop_caches, move_rest, named_tensors, wrap_ddp
 from trainer.plan import KINDS, Plan
 
 
@@ -43,7 +43,7 @@ class _Peer:
 
     def __init__(self, name: str, config: Config, *, parts: Parts, owner: AbstractContextManager[None]) -> None:
         self.name, self._config, self._parts = name, config.roles[name], parts
-        gpt = build_gpt(
+        gpts = build_chunks(
             self._config.model,
             vocab_size=parts.vocab_size,
             parallel=config.parallel,
@@ -51,7 +51,9 @@ class _Peer:
             value_head=name == "critic",
         )
         flag = bool(parts.plan.row(name, "param").flag)
-        self.chunks: list[Any] = [wrap_ddp(gpt, self._config.ddp, disable_param_backup=flag, owner=owner)]
+        self.chunks: list[Any] = [
+            wrap_ddp(gpt, self._config.ddp, disable_param_backup=flag, owner=owner) for gpt in gpts
+        ]
 
     def parameter_count(self) -> int:
         return sum(param.numel() for chunk in self.chunks for param in chunk.parameters())

@@ -2,21 +2,21 @@
 
     <role>_weights.safetensors           every tensor a forward pass reads, as the last step left it
     <role>_weights_<tag>.safetensors     further tags of the weights backuper (the reference model)
+    <role>_weights[_<tag>].rank_<n>.safetensors   where ranks share the model, the parts of rank n
     <role>_optimizer_<rank>.safetensors  ``main/``, ``exp_avg/``, ``exp_avg_sq/`` + parameter name: this rank's share of
                                          the flattened parameter; the header says where in it the share starts
     tokenizer/                           the run's tokenizer, a Hugging Face folder
 
-Random draws are keyed by (seed, purpose, step, rank), so no generator state is kept. Shares are found by parameter name
-and position, so a checkpoint can be loaded with another number of ranks, with or without the distributed optimizer, and
-under any memory policy. Simplifies megatron-core's dist_checkpointing: one file per rank, no tensor or pipeline
-parallelism. Saving blocks the run while one role at a time is written; with ``checkpoint.async_save`` it blocks while
-all of them are copied to host memory.
+Random draws are keyed by (seed, purpose, step, rank), so no generator state is kept. Tensors are found by their name in
+the whole model and by position (:mod:`.parts`), so a checkpoint can be loaded under other tensor, pipeline, data and
+expert parallel sizes, with or without the distributed optimizer, and under any memory policy. Simplifies Megatron's
+dist_checkpointing: one file per rank. Saving blocks the run while one role at a time is written; with
+``checkpoint.async_save`` it blocks while all of them are copied to host memory.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -24,18 +24,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
-from torch import distributed
+from megatron.core import parallel_state
+from torch import Tensor, distributed
 
 from trainer import optimizer as optimizers
 from trainer.checkpoint import folder
 from trainer.checkpoint.folder import Manifest
+from trainer.checkpoint.parts import SavedWeights, fill_shares, header
 from trainer.checkpoint.writing import BackgroundWriter, File, SaveError, on_every_rank, on_rank_0, write_bytes
 from trainer.config import Config, to_plain
-from trainer.models.build import named_tensors
-from trainer.optimizer import Share
+from trainer.distributed import data_parallel_rank
+from trainer.models.moe import is_expert
+from trainer.models.sharding import named_tensors, sharding_of
 from trainer.preemption import STOP_FILE
 from trainer.role import Role
 
@@ -179,24 +179,42 @@ def _files(roles: Roles) -> Generator[list[File], None, None]:
 
     Collective, since ranks may share weights.
     """
-    rank = distributed.get_rank()
     for role in roles.values():
         with role.readable() as (weights, shares):
+            own = dict(named_tensors(role.chunks))
+            shares = [share for share in shares if not sharding_of(own[share.name]).is_copy]
             tensors = {f"{kind}/{share.name}": tensor for share in shares for kind, tensor in share.tensors.items()}
-            starts = {"starts": json.dumps({share.name: share.start for share in shares})}
-            files = [
-                File(f"{role.name}_optimizer_{rank}.safetensors", tensors, starts),
-                File(f"{role.name}_weights.safetensors", _on_one_rank(weights), {}),
-            ]
+            starts = {share.name: share.start for share in shares}
+            sets = {"": weights}
             for tag in _further_tags(role):
                 assert role.backuper is not None
-                files.append(File(f"{role.name}_weights_{tag}.safetensors", _on_one_rank(role.backuper.get(tag)), {}))
-            yield files if rank == 0 else files[:1]
+                sets[f"_{tag}"] = role.backuper.get(tag)
+            of_weights = [_weights_file(f"{role.name}_weights{tag}", found, own=own) for tag, found in sets.items()]
+            yield [
+                File(f"{role.name}_optimizer_{distributed.get_rank()}.safetensors", tensors, header(starts)),
+                *(file for file in of_weights if file.tensors),
+            ]
 
 
-def _on_one_rank(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Weights, which are the same on all ranks: all of them on rank 0, none elsewhere. Collective."""
-    return {name: tensor for name, tensor in weights.items() if distributed.get_rank() == 0}
+def _weights_file(name: str, weights: Mapping[str, Tensor], *, own: Mapping[str, Tensor]) -> File:
+    """What this rank writes of ``weights``: its parts, unless ranks before it hold the same. Collective."""
+    rank = distributed.get_rank()
+    file = f"{name}.safetensors" if rank == 0 else f"{name}.rank_{rank}.safetensors"
+    kept = {key: tensor for key, tensor in weights.items() if _is_writer(key) and not sharding_of(own[key]).is_copy}
+    return File(file, kept, header())
+
+
+def _is_writer(name: str) -> bool:
+    """Whether this is the first of the data-parallel ranks that hold the tensor."""
+    return (parallel_state.get_expert_data_parallel_rank() if is_expert(name) else data_parallel_rank()) == 0
+
+
+def _saved_weights(checkpoint: Path, name: str, *, own: Mapping[str, Tensor]) -> SavedWeights:
+    """This rank's tensors out of what all ranks saved under ``name``."""
+    files = [checkpoint / f"{name}.safetensors", *checkpoint.glob(f"{name}.rank_*.safetensors")]
+    weights = SavedWeights(files, own=own)
+    assert weights.keys() == own.keys(), f"{checkpoint}/{name} and the model differ in {weights.keys() ^ own.keys()}"
+    return weights
 
 
 def _further_tags(role: Role) -> list[str]:
@@ -206,40 +224,15 @@ def _further_tags(role: Role) -> list[str]:
 def _read(role: Role, checkpoint: Path, *, optimizer_step: int) -> None:
     """Load an awake role: the weights first, whose loading makes fp32 main params of them, then the saved state."""
     own = dict(named_tensors(role.chunks))
-    weights = load_file(checkpoint / f"{role.name}_weights.safetensors")
-    assert weights.keys() == own.keys(), f"{checkpoint} and the {role.name} differ in {weights.keys() ^ own.keys()}"
-    role.load_weights(weights)
+    role.load_weights(_saved_weights(checkpoint, f"{role.name}_weights", own=own))
     files = sorted(checkpoint.glob(f"{role.name}_optimizer_*.safetensors"))
-    shares = list(optimizers.shares(role.optimizer, own))
-    filled = {share.name: 0 for share in shares}
-    for path in files:
-        with safe_open(path, "pt") as saved:
-            starts = json.loads(saved.metadata()["starts"])
-            for share in shares:
-                if share.name in starts:
-                    filled[share.name] += _fill(share, saved, saved_start=starts[share.name])
-    for share in shares:
-        wanted = share.tensors["main"].numel()
-        assert filled[share.name] == wanted, f"{share.name}: {filled[share.name]} of {wanted} elements in {checkpoint}"
+    fill_shares(optimizers.shares(role.optimizer, own), files, own=own)
     optimizers.set_step_count(role.optimizer, optimizer_step)
     prefix = f"{role.name}_weights_"
     for path in sorted(checkpoint.glob(f"{prefix}*.safetensors")):
-        assert role.backuper is not None
-        role.backuper.put(path.stem.removeprefix(prefix), load_file(path))
-
-
-@torch.no_grad()
-def _fill(share: Share, saved: Any, *, saved_start: int) -> int:
-    """Copy what a file holds of the share into it -> how many elements of each tensor that was."""
-    size = saved.get_slice(f"main/{share.name}").get_shape()[0]
-    first = max(share.start, saved_start)
-    count = min(share.start + share.tensors["main"].numel(), saved_start + size) - first
-    if count <= 0:
-        return 0
-    for kind, tensor in share.tensors.items():
-        part = saved.get_slice(f"{kind}/{share.name}")[first - saved_start : first - saved_start + count]
-        tensor[first - share.start :][:count].copy_(part)
-    return count
+        if "." not in path.stem:
+            assert role.backuper is not None
+            role.backuper.put(path.stem.removeprefix(prefix), _saved_weights(checkpoint, path.stem, own=own))
 
 
 def _maximum(count: int) -> int:

@@ -1,27 +1,30 @@
 """Names, layouts and config of the same model in megatron-core and in transformers, both ways.
 
 A GPT of :func:`trainer.models.build.build_gpt` is a Llama (arXiv:2302.13971), with ``model.qkv_bias`` a Qwen2
-(arXiv:2407.10671), with ``model.qk_norm`` a Qwen3 (arXiv:2505.09388). Megatron fuses three projections into
-``linear_qkv``, grouped by key-value head, and two into ``linear_fc1``; transformers keeps each apart.
+(arXiv:2407.10671), with ``model.qk_norm`` a Qwen3 (arXiv:2505.09388). With ``model.num_experts`` it is a Mixtral
+(arXiv:2401.04088) or, with ``model.qk_norm`` too, a Qwen3-MoE. Megatron fuses three projections into ``linear_qkv``,
+grouped by key-value head, and two into ``linear_fc1``; Hugging Face files keep each apart. (transformers fuses the
+experts of a layer when it loads a file: :func:`views_by_file_name`.)
 
-Simplified: one chunk that holds every layer whole (tp=1, pp=1), language models only. A critic's value head has
-Megatron's name of the vocabulary projection: leave it out, it has no counterpart.
+Both ways deal in tensors of the whole model; :mod:`trainer.models.sharding` cuts and joins them. Simplified: language
+models only. A critic's value head has Megatron's name of the vocabulary projection: leave it out, it has no
+counterpart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from trainer.config import ModelConfig
-from trainer.hf_architecture import rope_parameters
+from trainer.hf_architecture import check_family, rope_parameters
 from trainer.models.build import DTYPES
 
-_CHUNK = "chunk0."
 _ROTARY_TABLE = "rotary_pos_emb.inv_freq"  # recomputed from rope_theta on either side
 
 
@@ -33,17 +36,22 @@ def hf_config(
     eos_token_id: int | None,
     pad_token_id: int | None,
 ) -> PreTrainedConfig:
-    """The transformers config of ``model``: LlamaConfig, Qwen2Config or Qwen3Config.
+    """The transformers config of ``model``: LlamaConfig, Qwen2Config, Qwen3Config, MixtralConfig or Qwen3MoeConfig.
 
     Raises:
-        ValueError: ``model`` has both a QKV bias and QK norms, as no family does.
+        ValueError: no family has ``model``'s combination of QKV bias, QK norms and experts.
     """
-    if model.qkv_bias and model.qk_norm:
-        raise ValueError(
-            "model.qkv_bias=true together with model.qk_norm=true is no Hugging Face family: "
-            "set model.qkv_bias=false (Qwen3) or model.qk_norm=false (Qwen2)"
-        )
-    family = Qwen2Config if model.qkv_bias else Qwen3Config if model.qk_norm else LlamaConfig
+    check_family(model)
+    own: dict[str, Any] = {"head_dim": model.head_dim}  # of some families only
+    if model.num_experts is None:
+        family: Any = Qwen2Config if model.qkv_bias else Qwen3Config if model.qk_norm else LlamaConfig
+    elif model.qk_norm:
+        family = Qwen3MoeConfig
+        own |= {"num_experts": model.num_experts, "num_experts_per_tok": model.num_experts_per_tok}
+        own |= {"moe_intermediate_size": model.ffn_size, "norm_topk_prob": model.norm_topk_prob}
+    else:
+        family = MixtralConfig
+        own |= {"num_local_experts": model.num_experts, "num_experts_per_tok": model.num_experts_per_tok}
     scaling = None if model.rope_scaling is None else asdict(model.rope_scaling)
     return family(
         architectures=[family.__name__.replace("Config", "ForCausalLM")],
@@ -53,21 +61,21 @@ def hf_config(
         num_hidden_layers=model.layers,
         num_attention_heads=model.heads,
         num_key_value_heads=model.kv_heads,
-        head_dim=model.head_dim,  # type: ignore[call-arg]  (no field of Qwen2Config)
         max_position_embeddings=model.max_length,
         initializer_range=model.init_std,
         rms_norm_eps=model.norm_eps,
         tie_word_embeddings=model.tie_embeddings,
-        rope_parameters=rope_parameters(theta=model.rope_theta, scaling=scaling),  # type: ignore[arg-type]
+        rope_parameters=rope_parameters(theta=model.rope_theta, scaling=scaling),
         bos_token_id=bos_token_id,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
         dtype=DTYPES[model.dtype],
+        **own,
     )
 
 
 def to_hf(named: Iterable[tuple[str, Tensor]], *, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) pairs of :func:`trainer.models.build.named_tensors` -> those of the transformers state dict.
+    """(name, tensor) pairs of :func:`trainer.models.sharding.whole_tensors` -> those of the transformers state dict.
 
     One tensor at a time; split tensors are new, all others the very ones given. Tied output weights come once, as
     the embedding.
@@ -100,7 +108,7 @@ def from_hf(hf_state: Mapping[str, Tensor], *, model: ModelConfig, value_head: b
     """
     counterparts = _counterparts(model)
     if value_head:
-        counterparts.pop(f"{_CHUNK}output_layer.weight", None)
+        counterparts.pop("output_layer.weight", None)
     wanted = {hf_name for hf_names in counterparts.values() for hf_name in hf_names}
     given = {name for name in hf_state if not name.endswith("rotary_emb.inv_freq")}
     if model.tie_embeddings or value_head:
@@ -134,7 +142,7 @@ def check_names(given: Iterable[str], *, wanted: Iterable[str]) -> None:
         if names:
             raise ValueError(
                 f"the weights {problem} {', '.join(sorted(names))}: architecture (model.layers, model.qkv_bias, "
-                "model.qk_norm, model.tie_embeddings) and weights must agree"
+                "model.qk_norm, model.tie_embeddings, model.num_experts) and weights must agree"
             )
 
 
@@ -146,8 +154,7 @@ def _counterparts(model: ModelConfig) -> dict[str, tuple[str, ...]]:
         "self_attention.linear_qkv.weight": [f"{name}.weight" for name in qkv],
         "self_attention.linear_proj.weight": ["self_attn.o_proj.weight"],
         "pre_mlp_layernorm.weight": ["post_attention_layernorm.weight"],
-        "mlp.linear_fc1.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
-        "mlp.linear_fc2.weight": ["mlp.down_proj.weight"],
+        **_mlp_counterparts(model),
     }
     if model.qkv_bias:
         layer["self_attention.linear_qkv.bias"] = [f"{name}.bias" for name in qkv]
@@ -161,7 +168,47 @@ def _counterparts(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     names["decoder.final_layernorm.weight"] = ("model.norm.weight",)
     if not model.tie_embeddings:
         names["output_layer.weight"] = ("lm_head.weight",)
-    return {_CHUNK + name: hf_names for name, hf_names in names.items()}
+    return names
+
+
+def _mlp_counterparts(model: ModelConfig) -> dict[str, list[str]]:
+    """Those of one layer's MLP or experts."""
+    if model.num_experts is None:
+        return _projections("mlp", "mlp", ("gate_proj", "up_proj", "down_proj"))
+    names = ("gate_proj", "up_proj", "down_proj") if model.qk_norm else ("w1", "w3", "w2")
+    block = "mlp" if model.qk_norm else "block_sparse_moe"
+    found = {"mlp.router.weight": [f"{block}.gate.weight"]}
+    for expert in range(model.num_experts):
+        found |= _projections(f"mlp.experts.{expert}", f"{block}.experts.{expert}", names)
+    return found
+
+
+def _projections(ours: str, theirs: str, names: tuple[str, str, str]) -> dict[str, list[str]]:
+    gate, up, down = (f"{theirs}.{name}.weight" for name in names)
+    return {f"{ours}.linear_fc1.weight": [gate, up], f"{ours}.linear_fc2.weight": [down]}
+
+
+def views_by_file_name(parameters: Mapping[str, Tensor], *, model: ModelConfig) -> dict[str, Tensor]:
+    """The ``parameters`` of a transformers model under the names that its files have.
+
+    A layer's experts are two parameters there, ``mlp.experts.gate_up_proj`` [experts, 2 * ffn_size, hidden_size] and
+    ``mlp.experts.down_proj`` [experts, hidden_size, ffn_size]: files have three matrices per expert, here views.
+    """
+    if model.num_experts is None:
+        return dict(parameters)
+    counterparts, views = _mlp_counterparts(model), {}
+    for name, parameter in parameters.items():
+        prefix, _, rest = name.partition("mlp.")
+        if rest == "gate.weight":
+            views[prefix + counterparts["mlp.router.weight"][0]] = parameter
+        elif rest.startswith("experts."):
+            ours, parts = ("linear_fc1", 2) if rest == "experts.gate_up_proj" else ("linear_fc2", 1)
+            for expert, fused in enumerate(parameter):
+                hf_names = counterparts[f"mlp.experts.{expert}.{ours}.weight"]
+                views |= {prefix + hf_name: view for hf_name, view in zip(hf_names, fused.chunk(parts), strict=True)}
+        else:
+            views[name] = parameter
+    return views
 
 
 def _split(fused: Tensor, *, parts: int, model: ModelConfig) -> Iterable[Tensor]:

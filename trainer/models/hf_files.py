@@ -23,9 +23,25 @@ INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 SHARD_BYTES = 4 << 30
 
 
-class SafetensorsFolder(Mapping[str, Tensor]):
-    """The tensors in a folder's ``model.safetensors``, or in the shards that its index names; each is read from the
-    memory-mapped file when it is asked for.
+class SafetensorsFiles(Mapping[str, Tensor]):
+    """The tensors in ``files``; each is read from the memory-mapped file when it is asked for."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        handles = [safe_open(file, framework="pt") for file in files]
+        self._handles: dict[str, Any] = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._handles[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._handles)
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+
+class SafetensorsFolder(SafetensorsFiles):
+    """The tensors in a folder's ``model.safetensors``, or in the shards that its index names.
 
     Raises:
         ValueError: the folder has neither, or lacks a shard.
@@ -40,17 +56,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 f"model.path={folder} lacks {', '.join(lacking)}: weights are read from {WEIGHTS_FILE}, or from the "
                 f"files that {INDEX_FILE} names"
             )
-        handles = [safe_open(folder / file, framework="pt") for file in files]
-        self._handles: dict[str, Any] = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._handles[name].get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._handles)
-
-    def __len__(self) -> int:
-        return len(self._handles)
+        super().__init__(folder / file for file in files)
 
 
 def save_hf(
@@ -64,7 +70,7 @@ def save_hf(
     """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load, and that ``model.path`` takes.
 
     Args:
-        named_tensors: of :func:`trainer.models.build.named_tensors`, an actor's.
+        named_tensors: of :func:`trainer.models.sharding.whole_tensors`, an actor's.
         shard_bytes: of weights that are gathered in host memory before they are written to a file of their own.
 
     Raises:

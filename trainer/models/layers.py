@@ -74,6 +74,9 @@ class ValueHead(nn.Module):
 
     A bf16 value has 8 significant bits, too few for returns of the size of one; so both the head's weights and its
     arithmetic are fp32, and the critic has a second, small DDP buffer of that dtype.
+
+    Under sequence parallelism every tensor-parallel rank computes the values of the whole sequence, so that the head's
+    gradient is the same on all of them and is not summed.
     """
 
     def __init__(self, config: Any) -> None:
@@ -82,10 +85,10 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=torch.float32, device=torch.cuda.current_device())
         )
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-        """hidden [s, b, hidden_size] -> (values [s, b, 1] in fp32, no bias)."""
+        """hidden [s, b, hidden_size], under sequence parallelism this rank's part of s -> (values [s, b, 1] in fp32, no
+        bias)."""
         if self.sequence_parallel:
             from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 

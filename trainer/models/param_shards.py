@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from trainer.models.build import named_tensors
+from trainer.models.sharding import named_tensors
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from trainer import config as configuration
 from trainer.config import Config, Section
 from trainer.hints import hint_for
 from trainer.plan.fit import check_fits, fits
-from trainer.plan.footprint import Footprint, Holding, footprint
+from trainer.plan.footprint import Footprint, Holding, footprint, model_parameters
 from trainer.report import Table
 from trainer.report.units import byte_unit
 from trainer.rules import make_task
@@ -84,11 +84,13 @@ def footprint_table(prediction: Footprint) -> Table:
 def moment_table(prediction: Footprint) -> Table:
     """Peak of every stretch of a run, per rank and per node."""
     unit, size = byte_unit(prediction.device_peak_bytes)
-    peaks = [(m.name, m.device_bytes, m.host_bytes) for m in prediction.moments]
+    peaks = [
+        (mine.name, mine.device_bytes, mine.host_bytes, everyones.device_bytes, everyones.host_bytes)
+        for mine, everyones in zip(prediction.moments, prediction.node_moments, strict=True)
+    ]
     largest = [max(sizes) for sizes in zip(*(peak[1:] for peak in peaks), strict=True)]
 
-    def row(name: str, device_bytes: int, host_bytes: int) -> tuple[str, ...]:
-        amounts = (device_bytes, host_bytes, *(prediction.ranks * amount for amount in (device_bytes, host_bytes)))
+    def row(name: str, *amounts: int) -> tuple[str, ...]:
         return (name, *(f"{amount / size:.2f}" for amount in amounts))
 
     return Table(
@@ -112,7 +114,8 @@ def comparison_table(sweep: Sequence[Job]) -> Table:
             continue
         counts, asleep = found.parameter_counts, {role: found.host_asleep_bytes(role) for role in roles}
         per_parameter = [f"{asleep[role] / counts[role]:.2f}" if role in counts else "-" for role in roles]
-        on_node = [f"{found.ranks * amount / size:.2f}" for amount in (*asleep.values(), sum(asleep.values()))]
+        everyones = [found.node_host_asleep[role] if role in counts else 0 for role in roles]
+        on_node = [f"{amount / size:.2f}" for amount in (*everyones, sum(everyones))]
         peak = f"{found.device_peak_bytes / size:.2f}"
         rows.append((own, *per_parameter, *on_node, peak, "yes" if job.fits else "no"))
     return Table(
@@ -135,7 +138,8 @@ def plan_job(composed: DictConfig, *, overrides: Sequence[str], in_sweep: bool, 
     if in_sweep:
         _sweep.append(Job(overrides, prediction, fits(config, prediction)))
         return
-    counts = ", ".join(f"{role} {count:.4g}" for role, count in prediction.parameter_counts.items())
+    whole = model_parameters(config, vocab_size=vocab_size)
+    counts = ", ".join(f"{role} {count:.4g}" for role, count in whole.items())
     console.print(f"parameters: {counts}   vocabulary: {vocab_size}   ranks: {prediction.ranks}")
     console.print(footprint_table(prediction))
     console.print(moment_table(prediction))

@@ -31,7 +31,8 @@ def check_fits(config: Config, *, vocab_size: int) -> None:
     advice = (
         f"these policies fit: {', '.join(name for _, name in sorted(fitting))}"
         if fitting
-        else "no memory policy fits: use a smaller model, or more data-parallel ranks, which share the optimizer state"
+        else "no memory policy fits: use a smaller model, or more ranks, which share the optimizer state (data "
+        "parallel) or the whole model (parallel.tp, parallel.pp)"
     )
     raise ValueError(f"the plan does not fit: {'; '.join(problems)}. {advice[0].upper()}{advice[1:]}")
 

@@ -1,13 +1,15 @@
 """How many bytes the plan comes to: device and host, awake and asleep, per rank and per node, with nothing built.
 
 Counted are parameters, gradients, optimizer state, weights tags and the rollout engine's weights, as tensors lie in
-their buffers. Not counted, because no config says: activations, the KV cache, CUDA context, kernels, communicators and
-the allocator's rounding to 2 MiB segments. All workers run on one node. A rank's numbers are those of the largest one.
+their buffers. Not counted, because no config says: activations, the KV cache, CUDA context, kernels, communicators,
+the allocator's rounding to 2 MiB segments, and the one tensor at a time that a weight sync gathers from ranks. All
+workers run on one node. Pipeline stages differ (the first has the embedding, the last the head): a rank's numbers are
+those of the stage that needs most, the node's are the sums of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +18,10 @@ from trainer.plan import NO_BUFFER, Plan, PlanRow, make_plan
 from trainer.plan.layout import (
     ALIGNMENT_BYTES,
     ITEM_BYTES,
-    BufferLayout,
+    WHOLE,
+    Buffer,
     Parameter,
-    buffer_layouts,
+    buffers_of,
     default_bucket_size,
     optimizer_elements,
     parameters,
@@ -38,7 +41,7 @@ class RoleBytes:
         kinds: buffer kind of :mod:`trainer.plan` -> device bytes while awake.
         main_params: the part of ``optim`` that holds main params.
         tag: host bytes of one weights tag.
-        weights: of all tensors that a forward pass reads.
+        weights: of all tensors that a forward pass reads, those of experts on other ranks included.
         own_main: of the fp32 parameters that are their own main params, and so not in ``optim``.
     """
 
@@ -89,10 +92,13 @@ class Moment:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Everything that a run holds; ``ranks`` of them on one node.
+    """Everything that one rank of a run holds, and the ``ranks`` ranks of the node together.
 
     Attributes:
         host_is_device: the platform is the CPU, so what lies "on the device" lies in host memory too.
+        parameter_counts: role -> parameters on this rank, to which the holdings belong.
+        node_moments: the moments with the bytes of all ranks.
+        node_host_asleep: role -> host bytes asleep, of all ranks.
         node_checkpoint_bytes: host bytes, on the node, of a checkpoint that is written while the run goes on.
         arenas: region tag or ``weights/<tag>`` -> bytes of its host arena, which can be made before any model is.
     """
@@ -102,6 +108,8 @@ class Footprint:
     parameter_counts: dict[str, int]
     holdings: tuple[Holding, ...]
     moments: tuple[Moment, ...]
+    node_moments: tuple[Moment, ...]
+    node_host_asleep: dict[str, int]
     node_checkpoint_bytes: int
     arenas: dict[str, int]
 
@@ -120,24 +128,60 @@ class Footprint:
     @property
     def node_host_peak_bytes(self) -> int:
         """Of all ranks together."""
-        peak = max(m.host_bytes + self.host_is_device * m.device_bytes for m in self.moments)
-        return self.ranks * peak + self.node_checkpoint_bytes
+        peak = max(m.host_bytes + self.host_is_device * m.device_bytes for m in self.node_moments)
+        return peak + self.node_checkpoint_bytes
 
 
-def footprint(config: Config, *, vocab_size: int) -> Footprint:
-    """The bytes of a validated config. ``vocab_size``: entries of the run's tokenizer."""
-    plan = make_plan(config)
-    roles = {role: role_bytes(config, role, vocab_size=vocab_size) for role in config.roles}
-    holdings = [h for role in roles for h in _role_holdings(config, plan, role, roles[role])]
-    holdings.append(_engine_holding(config, vocab_size=vocab_size))
+def footprint(config: Config, *, vocab_size: int, stage: int | None = None) -> Footprint:
+    """The bytes of a validated config.
+
+    Args:
+        vocab_size: entries of the run's tokenizer.
+        stage: a pipeline stage, whose ranks are meant; None: the one with the highest peaks.
+    """
+    plan, stages = make_plan(config), range(config.parallel.pp)
+    roles = [
+        {role: role_bytes(config, role, vocab_size=vocab_size, stage=number) for role in config.roles}
+        for number in stages
+    ]
+    holdings = [[*_holdings(config, plan, sizes), _engine_holding(config, vocab_size=vocab_size)] for sizes in roles]
+    moments = [tuple(_moments(config, plan, holdings[number], roles[number])) for number in stages]
+    if stage is None:
+        stage = max(stages, key=lambda number: _peaks(moments[number]))
+    nodes = {tuple(of_ranks): _summed(moments[number] for number in of_ranks) for of_ranks in _nodes(config)}
+    node, node_moments = max(nodes.items(), key=lambda item: _peaks(item[1]))
     return Footprint(
         ranks=config.launch.nproc,
         host_is_device=config.platform.name == "cpu",
-        parameter_counts={role: sizes.parameter_count for role, sizes in roles.items()},
-        holdings=tuple(holdings),
-        moments=tuple(_moments(config, plan, holdings, roles)),
-        node_checkpoint_bytes=_checkpoint_bytes(config, roles),
-        arenas={owner: size for role in roles for owner, size in _arenas(plan, role, roles[role])},
+        parameter_counts={role: sizes.parameter_count for role, sizes in roles[stage].items()},
+        holdings=tuple(holdings[stage]),
+        moments=moments[stage],
+        node_moments=node_moments,
+        node_host_asleep={
+            role: sum(h.host_asleep_bytes for number in node for h in holdings[number] if h.role == role)
+            for role in config.roles
+        },
+        node_checkpoint_bytes=_checkpoint_bytes(config, [roles[number] for number in node]),
+        arenas={owner: size for role, sizes in roles[stage].items() for owner, size in _arenas(plan, role, sizes)},
+    )
+
+
+def _nodes(config: Config) -> list[list[int]]:
+    """The pipeline stages of each node's ranks; ranks of a stage follow each other."""
+    ranks, on_node = config.world_size, config.launch.nproc
+    stages = [rank * config.parallel.pp // ranks for rank in range(ranks)]
+    return [stages[start : start + on_node] for start in range(0, ranks, on_node)]
+
+
+def _peaks(moments: tuple[Moment, ...]) -> tuple[int, int]:
+    return max(moment.device_bytes for moment in moments), max(moment.host_bytes for moment in moments)
+
+
+def _summed(moments: Iterable[tuple[Moment, ...]]) -> tuple[Moment, ...]:
+    """Of several ranks, moment by moment."""
+    return tuple(
+        Moment(same[0].name, sum(moment.device_bytes for moment in same), sum(moment.host_bytes for moment in same))
+        for same in zip(*moments, strict=True)
     )
 
 
@@ -151,40 +195,66 @@ def _arenas(plan: Plan, role: str, sizes: RoleBytes) -> Iterator[tuple[str, int]
         yield "weights/ref", sizes.tag
 
 
-def _checkpoint_bytes(config: Config, roles: dict[str, RoleBytes]) -> int:
-    """The copy of ``checkpoint.async_save``: every rank's shares of the optimizer state, and once all weights, the
-    reference's too."""
+def _checkpoint_bytes(config: Config, ranks: list[dict[str, RoleBytes]]) -> int:
+    """The copy of ``checkpoint.async_save`` of a node's ``ranks``: every rank's shares of the optimizer state, and once
+    all weights of the parts of the model that are on the node, the reference's too."""
     if config.checkpoint.every_steps is None or not config.checkpoint.async_save:
         return 0
-    size = 0
-    for role, sizes in roles.items():
-        size += config.launch.nproc * (sizes.kinds["optim"] + sizes.own_main)
-        size += sizes.weights * (2 if role == "actor" else 1)
+    size = sum(sizes.kinds["optim"] + sizes.own_main for roles in ranks for sizes in roles.values())
+    for roles in {id(roles): roles for roles in ranks}.values():  # of each pipeline stage
+        for role, sizes in roles.items():
+            size += config.parallel.tp * sizes.weights * (2 if role == "actor" else 1)
     return size
 
 
-def role_bytes(config: Config, role: str, *, vocab_size: int, bucket_size: int | None = None) -> RoleBytes:
-    """Sizes of one role's buffers on the largest rank. ``bucket_size`` in elements replaces Megatron's default."""
-    ddp, model = config.roles[role].ddp, config.roles[role].model
+def model_parameters(config: Config, *, vocab_size: int) -> dict[str, int]:
+    """Role -> parameters of the whole model, each counted once."""
+    return {
+        name: sum(
+            parameter.size
+            for parameter in parameters(role.model, vocab_size=vocab_size, value_head=name == "critic", parallel=WHOLE)
+        )
+        for name, role in config.roles.items()
+    }
+
+
+def role_bytes(
+    config: Config, role: str, *, vocab_size: int, stage: int = 0, bucket_size: int | None = None
+) -> RoleBytes:
+    """Sizes of one role's buffers on the largest data-parallel rank of a pipeline stage. ``bucket_size`` in elements
+    replaces Megatron's default."""
+    ddp, model, parallel = config.roles[role].ddp, config.roles[role].model, config.parallel
     data_parallel = config.data_parallel_size
-    found = parameters(model, vocab_size=vocab_size, value_head=role == "critic", parallel=config.parallel)
-    layouts = buffer_layouts(
-        found,
-        ddp=ddp,
-        data_parallel=data_parallel,
-        bucket_size=bucket_size or default_bucket_size(ddp, data_parallel=data_parallel),
-    )
+    chunks = [
+        parameters(
+            model, vocab_size=vocab_size, value_head=role == "critic", parallel=parallel, stage=stage, chunk=chunk
+        )
+        for chunk in range(parallel.vpp)
+    ]
+    bucket_size = bucket_size or default_bucket_size(ddp, data_parallel=data_parallel)
+    buffers = [
+        buffer
+        for found in chunks
+        for buffer in buffers_of(
+            found,
+            ddp=ddp,
+            data_parallel=data_parallel,
+            expert_parallel=parallel.expert,
+            bucket_size=bucket_size,
+        )
+    ]
     optimizer, main_params = optimizer_elements(
-        layouts, distributed_optimizer=ddp.use_distributed_optimizer, data_parallel=data_parallel
+        buffers, distributed_optimizer=ddp.use_distributed_optimizer, data_parallel=data_parallel
     )
+    found = tuple(parameter for chunk in chunks for parameter in chunk)
     table = rotary_table_bytes(model)
     return RoleBytes(
         parameter_count=sum(parameter.size for parameter in found),
-        kinds=_kinds(found, layouts, distributed_optimizer=ddp.use_distributed_optimizer, table=table)
+        kinds=_kinds(found, buffers, distributed_optimizer=ddp.use_distributed_optimizer, table=table)
         | {"optim": optimizer * ITEM_BYTES["fp32"]},
         main_params=main_params * ITEM_BYTES["fp32"],
-        tag=tag_bytes(found, layouts, table_bytes=table, data_parallel=_ranks_that_share_tags(config)),
-        weights=table + sum(parameter.size_bytes for parameter in found),
+        tag=tag_bytes(found, buffers, table_bytes=table, data_parallel=_ranks_that_share_tags(config)),
+        weights=table + sum(p.size_bytes * (config.parallel.expert if p.is_spread else 1) for p in found),
         own_main=0
         if ddp.use_distributed_optimizer
         else sum(parameter.size_bytes for parameter in found if parameter.dtype == "fp32"),
@@ -196,14 +266,19 @@ def _ranks_that_share_tags(config: Config) -> int | None:
 
 
 def _kinds(
-    found: tuple[Parameter, ...], layouts: dict[str, BufferLayout], *, distributed_optimizer: bool, table: int
+    found: tuple[Parameter, ...], buffers: Sequence[Buffer], *, distributed_optimizer: bool, table: int
 ) -> dict[str, int]:
-    buffers = sum(layout.size * ITEM_BYTES[dtype] for dtype, layout in layouts.items())
+    param = sum(buffer.layout.size * ITEM_BYTES[buffer.dtype] for buffer in buffers)
     return {
-        "param": buffers if distributed_optimizer else 0,
-        "grad": sum(layout.size for layout in layouts.values()) * ITEM_BYTES["fp32"],
+        "param": param if distributed_optimizer else 0,
+        "grad": sum(buffer.layout.size for buffer in buffers) * ITEM_BYTES["fp32"],
         "rest": table + (0 if distributed_optimizer else sum(parameter.size_bytes for parameter in found)),
     }
+
+
+def _holdings(config: Config, plan: Plan, roles: dict[str, RoleBytes]) -> Iterator[Holding]:
+    for role, sizes in roles.items():
+        yield from _role_holdings(config, plan, role, sizes)
 
 
 def _role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> Iterator[Holding]:
@@ -266,9 +341,9 @@ def _awake_for_forward(plan: Plan, row: PlanRow) -> bool:
 
 
 def _engine_holding(config: Config, *, vocab_size: int) -> Holding:
-    """transformers' model: the actor's parameters and the rotary table, which it keeps twice."""
+    """transformers' model, whole on every rank: the actor's parameters and the rotary table, which it keeps twice."""
     model = config.roles["actor"].model
-    found = parameters(model, vocab_size=vocab_size, value_head=False, parallel=config.parallel)
+    found = parameters(model, vocab_size=vocab_size, value_head=False, parallel=WHOLE)
     size = sum(parameter.size_bytes for parameter in found) + 2 * rotary_table_bytes(model)
     return Holding(
         ENGINE,

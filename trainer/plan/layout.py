@@ -2,20 +2,21 @@
 
 Pure arithmetic that mirrors three builders, which the tests compare it with byte by byte: ``trainer.models.build``
 (shapes), megatron-core's ``_ParamAndGradBuffer`` (padding, buckets; 0.15 to 0.19) and ``trainer.optimizer`` (the flat
-state of a rank). Simplified: one tensor- and pipeline-parallel rank holds the whole model; :func:`parameters` is the
-place where a share of it would be taken.
+state of a rank). A rank's part of the model is that of its pipeline stage; tensor-parallel ranks have equal parts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from trainer.config import DdpConfig, ModelConfig, ParallelConfig
 
 ITEM_BYTES = {"bf16": 2, "fp32": 4}
 ALIGNMENT_BYTES = 64  # of every tensor in an arena and every view in the flat optimizer state
+
+WHOLE = ParallelConfig(tp=1, pp=1, vpp=1, cp=1, expert=1)  # one rank has it all
 
 _PARAM_START_ELEMENTS = 64  # Megatron's, with the distributed optimizer
 _BUCKET_END_ELEMENTS = 128
@@ -27,11 +28,14 @@ def round_up(value: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class Parameter:
-    """``size`` elements of ``dtype`` (``bf16`` or ``fp32``)."""
+    """``size`` elements of ``dtype`` (``bf16`` or ``fp32``). ``is_spread``: other ranks have other experts instead.
+    ``is_shared``: two pipeline stages have it."""
 
     name: str
     size: int
     dtype: str
+    is_spread: bool = False
+    is_shared: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -39,36 +43,64 @@ class Parameter:
 
 
 def parameters(
-    model: ModelConfig, *, vocab_size: int, value_head: bool, parallel: ParallelConfig
+    model: ModelConfig, *, vocab_size: int, value_head: bool, parallel: ParallelConfig, stage: int = 0, chunk: int = 0
 ) -> tuple[Parameter, ...]:
     """The parameters of one rank's GPT, in the order in which Megatron registers them.
 
-    ``vocab_size``: entries of the tokenizer; a checkpoint's embedding may have more rows.
+    Args:
+        vocab_size: entries of the tokenizer; a checkpoint's embedding may have more rows.
+        stage, chunk: of the pipeline; chunk c of stage s comes as number c * parallel.pp + s in the model.
     """
-    assert parallel.tp == parallel.pp == 1, "shares of a rank are not counted yet"
-    hidden, ffn = model.hidden_size, model.ffn_size
-    head_dim, vocab_size = model.head_dim, model.embedding_rows(vocab_size)
-    qkv = (model.heads + 2 * model.kv_heads) * head_dim
+    tp, position, chunks = parallel.tp, chunk * parallel.pp + stage, parallel.pp * parallel.vpp
+    hidden = model.hidden_size
+    head_dim, heads, kv_heads = model.head_dim, model.heads // tp, model.kv_heads // tp
+    vocabulary = round_up(model.embedding_rows(vocab_size), tp) // tp * hidden
+    qkv = (heads + 2 * kv_heads) * head_dim
     layer = {
         "input_layernorm.weight": hidden,
-        "self_attention.linear_proj.weight": hidden * model.heads * head_dim,
+        "self_attention.linear_proj.weight": hidden * heads * head_dim,
         "self_attention.linear_qkv.weight": qkv * hidden,
         **({"self_attention.linear_qkv.bias": qkv} if model.qkv_bias else {}),
         **({f"self_attention.{name}_layernorm.weight": head_dim for name in "qk"} if model.qk_norm else {}),
         "pre_mlp_layernorm.weight": hidden,
-        "mlp.linear_fc1.weight": 2 * ffn * hidden,
-        "mlp.linear_fc2.weight": hidden * ffn,
+        **_mlp_sizes(model, parallel=parallel),
     }
-    sizes = {"embedding.word_embeddings.weight": vocab_size * hidden}
-    for index in range(model.layers):
+    is_first, is_last = position == 0, position == chunks - 1
+    sizes = {"embedding.word_embeddings.weight": vocabulary} if is_first else {}
+    layers = model.layers // chunks
+    for index in range(position * layers, (position + 1) * layers):
         sizes |= {f"decoder.layers.{index}.{name}": size for name, size in layer.items()}
-    sizes["decoder.final_layernorm.weight"] = hidden
-    if not (value_head or model.tie_embeddings):
-        sizes["output_layer.weight"] = vocab_size * hidden
-    found = [Parameter(name, size, model.dtype) for name, size in sizes.items()]
-    if value_head:
+    if is_last:
+        sizes["decoder.final_layernorm.weight"] = hidden
+        if not value_head and not (model.tie_embeddings and is_first):  # a tied last stage has a copy of its own
+            sizes["output_layer.weight"] = vocabulary
+    has_copy = model.tie_embeddings and not value_head and chunks > 1
+    found = [
+        Parameter(
+            name,
+            size,
+            model.dtype,
+            is_spread=parallel.expert > 1 and ".experts." in name,
+            is_shared=has_copy and name.startswith(("embedding.", "output_layer.")),
+        )
+        for name, size in sizes.items()
+    ]
+    if value_head and is_last:
         found.append(Parameter("output_layer.weight", hidden, "fp32"))
     return tuple(found)
+
+
+def _mlp_sizes(model: ModelConfig, *, parallel: ParallelConfig) -> dict[str, int]:
+    """Of one layer's MLP, or router and experts (of the first rank; all have equally many)."""
+    matrix = model.ffn_size // parallel.tp * model.hidden_size
+    weights = {"linear_fc1.weight": 2 * matrix, "linear_fc2.weight": matrix}
+    if model.num_experts is None:
+        return {f"mlp.{name}": size for name, size in weights.items()}
+    experts = range(model.num_experts // parallel.expert)
+    return {
+        "mlp.router.weight": model.num_experts * model.hidden_size,
+        **{f"mlp.experts.{index}.{name}": size for index in experts for name, size in weights.items()},
+    }
 
 
 def rotary_table_bytes(model: ModelConfig) -> int:
@@ -108,72 +140,102 @@ def default_bucket_size(ddp: DdpConfig, *, data_parallel: int) -> int | None:
 
 
 def buffer_layout(
-    sizes: Sequence[int], *, data_parallel: int, distributed_optimizer: bool, bucket_size: int | None
+    sizes: Sequence[int],
+    *,
+    data_parallel: int,
+    distributed_optimizer: bool,
+    bucket_size: int | None,
+    alone: Collection[int] = (),
 ) -> BufferLayout:
     """Parameters of ``sizes`` from last to first; a bucket ends once it holds ``bucket_size`` elements.
 
-    With the distributed optimizer, parameters start at multiples of 64 elements and buckets end at multiples of 128
-    and of the number of ranks.
+    With the distributed optimizer, parameters start at multiples of 64 elements, buckets end at multiples of 128 and of
+    the number of ranks, and the parameters at the positions ``alone`` in ``sizes`` have a bucket each.
     """
     param_unit = _PARAM_START_ELEMENTS if distributed_optimizer else 1
     bucket_unit = math.lcm(data_parallel, _BUCKET_END_ELEMENTS) if distributed_optimizer else 1
     spans, buckets, position, bucket_start = [], [], 0, 0
-    for index, size in enumerate(reversed(sizes)):
+    for index in reversed(range(len(sizes))):
+        is_alone = distributed_optimizer and index in alone
+        if is_alone and position > bucket_start:
+            position = round_up(position, bucket_unit)
+            buckets.append((bucket_start, position))
+            bucket_start = position
         start = round_up(position, param_unit)
-        position = start + size
+        position = start + sizes[index]
         spans.append((start, position))
         is_full = bucket_size is not None and position - bucket_start >= bucket_size
-        if is_full or index == len(sizes) - 1:
+        if is_full or is_alone or index == 0:
             position = round_up(position, bucket_unit)
             buckets.append((bucket_start, position))
             bucket_start = position
     return BufferLayout(tuple(spans), tuple(buckets))
 
 
-def buffer_layouts(
-    found: Sequence[Parameter], *, ddp: DdpConfig, data_parallel: int, bucket_size: int | None
-) -> dict[str, BufferLayout]:
-    """One buffer per dtype."""
-    return {
-        dtype: buffer_layout(
-            [parameter.size for parameter in found if parameter.dtype == dtype],
-            data_parallel=data_parallel,
+@dataclass(frozen=True)
+class Buffer:
+    """A DDP buffer. ``expert_parallel``: so many neighbouring data-parallel ranks have other experts in it, cut alike;
+    1: all data-parallel ranks have the same."""
+
+    dtype: str
+    layout: BufferLayout
+    expert_parallel: int = 1
+
+    def shards(self, data_parallel: int) -> list[list[int]]:
+        """As :meth:`BufferLayout.shards`, per rank of all ``data_parallel`` ones."""
+        shards = self.layout.shards(data_parallel // self.expert_parallel)
+        return [shards[rank // self.expert_parallel] for rank in range(data_parallel)]
+
+
+def buffers_of(
+    found: Sequence[Parameter], *, ddp: DdpConfig, data_parallel: int, expert_parallel: int, bucket_size: int | None
+) -> tuple[Buffer, ...]:
+    """One buffer per dtype for what all ranks hold, and one for their experts, where each rank has its own."""
+    buffers = []
+    for dtype, is_spread in dict.fromkeys((parameter.dtype, parameter.is_spread) for parameter in found):
+        spread = expert_parallel if is_spread else 1
+        same = [parameter for parameter in found if (parameter.dtype, parameter.is_spread) == (dtype, is_spread)]
+        layout = buffer_layout(
+            [parameter.size for parameter in same],
+            data_parallel=data_parallel // spread,
             distributed_optimizer=ddp.use_distributed_optimizer,
             bucket_size=bucket_size,
+            alone=[index for index, parameter in enumerate(same) if parameter.is_shared],
         )
-        for dtype in dict.fromkeys(parameter.dtype for parameter in found)
-    }
+        buffers.append(Buffer(dtype, layout, spread))
+    return tuple(buffers)
 
 
 def tag_bytes(
-    found: Sequence[Parameter], layouts: dict[str, BufferLayout], *, table_bytes: int, data_parallel: int | None
+    found: Sequence[Parameter], buffers: Sequence[Buffer], *, table_bytes: int, data_parallel: int | None
 ) -> int:
     """Host bytes of one weights tag on the rank that holds most; ``data_parallel``: ranks that share it, None if none
     do. The rotary table (``table_bytes``) is never shared."""
     if data_parallel is None:
         return sum(round_up(size, ALIGNMENT_BYTES) for size in (table_bytes, *(p.size_bytes for p in found)))
     held = [round_up(table_bytes, ALIGNMENT_BYTES)] * data_parallel
-    for dtype, layout in layouts.items():
-        for rank, pieces in enumerate(layout.shards(data_parallel)):
-            held[rank] += sum(round_up(piece * ITEM_BYTES[dtype], ALIGNMENT_BYTES) for piece in pieces)
+    for buffer in buffers:
+        for rank, pieces in enumerate(buffer.shards(data_parallel)):
+            held[rank] += sum(round_up(piece * ITEM_BYTES[buffer.dtype], ALIGNMENT_BYTES) for piece in pieces)
     return max(held)
 
 
 def optimizer_elements(
-    layouts: dict[str, BufferLayout], *, distributed_optimizer: bool, data_parallel: int
+    buffers: Sequence[Buffer], *, distributed_optimizer: bool, data_parallel: int
 ) -> tuple[int, int]:
-    """(elements of the flat optimizer state, of its part that holds main params) on the rank that holds most.
+    """(elements of the flat optimizer state, of its part that holds main params) on the data-parallel rank that holds
+    most.
 
     Without the distributed optimizer every rank holds everything, and an fp32 parameter is its own main param.
     """
     unit = ALIGNMENT_BYTES // ITEM_BYTES["fp32"]
     main, moments = [0] * data_parallel, [0] * data_parallel
-    for dtype, layout in layouts.items():
-        whole = [end - start for start, end in layout.spans]
-        ranks = layout.shards(data_parallel) if distributed_optimizer else [whole] * data_parallel
+    for buffer in buffers:
+        whole = [end - start for start, end in buffer.layout.spans]
+        ranks = buffer.shards(data_parallel) if distributed_optimizer else [whole] * data_parallel
         for rank, pieces in enumerate(ranks):
             aligned = sum(round_up(piece, unit) for piece in pieces)
             moments[rank] += 2 * aligned
-            if distributed_optimizer or dtype != "fp32":
+            if distributed_optimizer or buffer.dtype != "fp32":
                 main[rank] += aligned
     return max((main[rank] + moments[rank], main[rank]) for rank in range(data_parallel))

@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 
 from trainer.config import ModelConfig, RolloutConfig
 from trainer.memory.saver import RegionBytes, Saver
-from trainer.models.hf_bridge import check_names, hf_config
+from trainer.models.hf_bridge import check_names, hf_config, views_by_file_name
 from trainer.rollout.base import Responses
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class HfEngine:
         saver: Saver,
         observer: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._rollout, self._tokenizer = rollout, tokenizer
+        self._architecture, self._rollout, self._tokenizer = model, rollout, tokenizer
         self._saver, self._observe = saver, observer
         self._eos: int = tokenizer.eos_token_id  # type: ignore[assignment]
         self._pad: int = tokenizer.pad_token_id  # type: ignore[assignment]
@@ -71,8 +71,8 @@ class HfEngine:
 
     @torch.no_grad()
     def wake_up(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Map the region, where it is asleep, and load ``weights``: every parameter under its Hugging Face name, tied
-        ones once.
+        """Map the region, where it is asleep, and load ``weights``: every parameter under its name in Hugging
+        Face files, tied ones once.
 
         Raises:
             ValueError: a parameter is missing, unknown or of another shape; the engine then holds no weights.
@@ -83,7 +83,7 @@ class HfEngine:
             self._timed("awake", self._saver.wake_up)
         for tensor, host_copy in self._host_copies:
             tensor.copy_(host_copy)
-        parameters = dict(self.model.named_parameters())
+        parameters = views_by_file_name(dict(self.model.named_parameters()), model=self._architecture)
         loaded = set()
         for name, weight in weights:
             if name in parameters:

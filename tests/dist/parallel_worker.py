@@ -1,0 +1,123 @@
+"""The rank that does the same work under several parallel layouts; used by test_parallel."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from tests.dist.data_parallel_worker import my_share
+from tests.dist.invariance_worker import run_configs
+from tests.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, normal, small_config
+from trainer import loop, platform, step, worker
+from trainer.algo.log_probs import log_probs_and_entropy
+from trainer.config import Config
+from trainer.distributed import pipeline_group
+from trainer.models.hf_bridge import from_hf, to_hf
+from trainer.models.hf_files import SafetensorsFolder
+from trainer.models.sharding import whole_tensors
+from trainer.role import Role
+from trainer.rules import make_task
+from trainer.tokenizer import load_tokenizer
+
+ROWS = 263  # of the embedding: an odd number, more than there are tokens
+MODEL = (
+    *("model.dtype=fp32", "model.layers=4", "model.qk_norm=true", f"model.vocab_size={ROWS}"),
+    *("offload=none", "optimizer.clip_grad=0.01"),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one worker group does: small pieces of work per layout, and whole runs."""
+
+    layouts: dict[str, tuple[str, ...]]
+    runs: dict[tuple[str, str], Config]
+    directory: Path
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """What rank 0 found: ``layouts``, ``runs`` (see :func:`run_configs`) and, with four ranks, ``vocabulary``."""
+    first = small_config(*MODEL, *next(iter(job.layouts.values())))
+    platform.set_up(first)
+    platform.set_up_process_groups(first)
+    layouts = {name: _run_layout((*MODEL, *o), job.directory / name) for name, o in job.layouts.items()}
+    found: dict[str, Any] = {"layouts": layouts}
+    found["runs"] = run_configs(job.runs)
+    if distributed.get_world_size() == 4:
+        found["vocabulary"] = _split_vocabulary()
+    return found
+
+
+def _run_layout(overrides: tuple[str, ...], folder: Path) -> dict[str, Any]:
+    config = small_config(*overrides)
+    platform.set_up_parallel_groups(config.parallel)
+    roles = {}
+    for name in ("actor", "critic"):
+        fresh_saver()
+        roles[name] = make_role(name, *overrides, vocab_size=ROWS)
+    actor, critic = roles["actor"], roles["critic"]
+    tokenizer = load_tokenizer(None, task=make_task(config), vocab_size=ROWS)
+    parts: Any = SimpleNamespace(actor=actor, prompts=SimpleNamespace(tokenizer=tokenizer))
+    worker.export(parts, folder if distributed.get_rank() == 0 else None)
+    exported = _exported(actor)
+    actor.copy_to_tag("ref")
+    found = {name: _work(role) for name, role in roles.items()}
+    assert actor.backuper is not None
+    loop.start_critic_from(actor.backuper.get("ref"), critic)
+    distributed.barrier()
+    trained = _exported(actor)
+    actor.load_whole_weights(from_hf(SafetensorsFolder(folder), model=actor.config.model))
+    return {
+        **found,
+        "exported": exported,
+        "trained": trained,
+        "imported": _exported(actor),
+        "folder": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()},
+        "critic_from_actor": {name: _digest(tensor) for name, tensor in whole_tensors(critic.chunks)},
+    }
+
+
+def _exported(actor: Role) -> list[tuple[str, str]]:
+    """(Hugging Face name, digest) of the actor's tensors."""
+    return [(name, _digest(tensor)) for name, tensor in to_hf(whole_tensors(actor.chunks), model=actor.config.model)]
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
+def _work(role: Role) -> dict[str, Any]:
+    """Outputs before training, the sums of three optimizer steps, and the whole weights after them."""
+    batch = my_share(make_batch([5, 3, 1, 4]))
+    if role.name == "actor":
+        outputs = step.log_probs(role, batch, temperature=0.7, vocab_size=VOCAB_SIZE, micro_batch_size=1)
+    else:
+        outputs = (step.values(role, batch, micro_batch_size=1),)
+    loss = loss_of(role, "algo.entropy_coef=0.1")
+    by_length = None if pipeline_group().size() > 1 else 16  # tokens; two of the sequences share a micro-batch
+    steps = [
+        step.train_minibatch(role, batch, loss, micro_batch_size=1, micro_batch_tokens=tokens)
+        for tokens in (None, None, by_length)
+    ]
+    weights = {name: tensor.detach().clone() for name, tensor in whole_tensors(role.chunks)}
+    return {"outputs": outputs, "steps": steps, "weights": weights}
+
+
+def _split_vocabulary() -> list[dict[str, Tensor]]:
+    """What every rank gets for logits whose vocabulary of 5 entries they share: two, two, one and none."""
+    rank, width = distributed.get_rank(), 2
+    logits = normal((2, 6, 4 * width), seed=0).double()
+    targets = torch.arange(12).remainder(5).view(2, 6)
+    own = logits[..., rank * width : (rank + 1) * width].clone().requires_grad_()
+    log_probs, entropy = log_probs_and_entropy(
+        own, targets, temperature=0.7, vocab_size=5, group=distributed.group.WORLD
+    )
+    (log_probs * torch.arange(6.0) + entropy.square()).sum().backward()
+    found = {"logits": logits, "targets": targets, "log_probs": log_probs.detach(), "entropy": entropy.detach()}
+    everyones: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyones, {**found, "gradient": own.grad})
+    return everyones

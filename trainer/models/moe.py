@@ -1,0 +1,211 @@
+"""Mixture-of-experts layers that compute what Mixtral and Qwen3-MoE compute in transformers.
+
+Megatron's layer sends every token to its experts, on whichever rank they are, and back; no token is dropped. The router
+in it is ours: logits, top-k and weights are those of transformers, and no split into micro-batches or ranks changes the
+load-balancing loss. Experts have global names (``mlp.experts.5``) wherever they lie.
+
+Simplified: every layer has experts, which run one after the other; no shared experts, no tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from torch import Tensor, distributed, nn
+from torch.nn import functional
+
+from trainer.algo.masked import divide_or_zero
+from trainer.config import ModelConfig
+
+_EXPERT = re.compile(r"(?<=\.mlp\.experts\.)\d+(?=\.)")
+
+
+def transformer_settings(model: ModelConfig, *, expert_parallel: int) -> dict[str, Any]:
+    """What Megatron's TransformerConfig needs to know of the experts; nothing for a dense model."""
+    if model.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.ffn_size,
+        "moe_router_topk": model.num_experts_per_tok,
+        "moe_router_pre_softmax": True,  # read by nobody but a check that refuses the other with one expert per token
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",  # the one that takes other numbers of tokens on other ranks
+        "expert_model_parallel_size": expert_parallel,
+    }
+
+
+def replace_routers(gpt: nn.Module, model: ModelConfig) -> None:
+    """Give the layers of a new model our routers, whose weights are not drawn yet."""
+    for layer in _moe_layers(gpt):
+        layer.router = Router(model, layer.config)
+
+
+def _moe_layers(module: nn.Module) -> Iterator[Any]:
+    return (layer for layer in module.modules() if isinstance(layer, MoELayer))
+
+
+def drop_routing(chunks: Iterable[Any]) -> None:
+    """Forget what token dispatchers remember of the last forward pass: it would lie outside every region."""
+    for chunk in chunks:
+        for layer in _moe_layers(chunk):
+            dispatcher = layer.token_dispatcher
+            for name, value in vars(dispatcher).items():
+                if isinstance(value, Tensor) and not name.endswith("_by_local_experts"):  # fixed orders of experts
+                    setattr(dispatcher, name, None)
+
+
+# ---- routing -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """Of the micro-batch in work: is_real [b, s] bool (no padding), weights [b], aux_losses one scalar per layer."""
+
+    is_real: Tensor
+    weights: Tensor
+    aux_losses: list[Tensor]
+
+
+_in_work: ContextVar[_Sequences | None] = ContextVar("_in_work", default=None)
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token, as Mixtral (arXiv:2401.04088) and Qwen3-MoE (arXiv:2505.09388) do.
+
+    Logits are rounded to the model's dtype, as in transformers; softmax, top-k and weights are fp32.
+    """
+
+    def __init__(self, model: ModelConfig, config: Any) -> None:
+        super().__init__()
+        self._model = model
+        shape, device = (model.num_experts, model.hidden_size), torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))  # type: ignore[arg-type]
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def set_layer_number(self, number: int) -> None:
+        """Megatron tells every router its layer's number, which this one has no use for."""
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """hidden [s, b, hidden_size] -> (weights [s * b, experts] in fp32, zero where an expert is not chosen;
+        is_chosen [s * b, experts] bool)."""
+        probabilities = functional.linear(hidden, self.weight).float().softmax(dim=-1)
+        top, experts = probabilities.topk(self._model.num_experts_per_tok, dim=-1)  # type: ignore[arg-type]
+        if self._model.norm_topk_prob:
+            top = top / top.sum(dim=-1, keepdim=True)
+        weights = torch.zeros_like(probabilities).scatter(-1, experts, top)
+        is_chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(-1, experts, True)
+        sequences = _in_work.get()
+        if sequences is not None and torch.is_grad_enabled():
+            losses = load_balancing_loss(probabilities, is_chosen, is_real=sequences.is_real.T)
+            aux_loss = (losses * sequences.weights).sum()
+            sequences.aux_losses.append(aux_loss.detach())
+            if self._model.router_aux_loss_coef:
+                weights = MoEAuxLossAutoScaler.apply(weights, self._model.router_aux_loss_coef * aux_loss)
+        return weights.flatten(0, 1), is_chosen.flatten(0, 1)
+
+
+def load_balancing_loss(probabilities: Tensor, is_chosen: Tensor, *, is_real: Tensor) -> Tensor:
+    """The load-balancing loss of each sequence by itself, [b]; 1 if all experts get the same.
+
+    ``experts * sum over experts of (fraction of the choices that fell on it) * (its mean probability)``: Switch
+    Transformer's equation 4 (arXiv:2101.03961), taken over one sequence as in DeepSeek-V3's equation 17
+    (arXiv:2412.19437). A loss over all tokens of a micro-batch would depend on how a batch is split.
+
+    Args:
+        probabilities: [s, b, experts], of the router's softmax.
+        is_chosen: [s, b, experts] bool.
+        is_real: [s, b] bool, False for padding, which does not count.
+    """
+    real = is_real[..., None].float()
+    chosen, mass = (is_chosen * real).sum(0), (probabilities * real).sum(0)  # [b, experts]
+    choices, tokens = chosen.sum(-1), is_real.sum(0)
+    return probabilities.shape[-1] * divide_or_zero((chosen * mass).sum(-1), choices * tokens)
+
+
+class LoadBalance:
+    """The load-balancing losses of one optimizer step: added to its gradients, and summed to be reported.
+
+    It is a per-token loss that has a sequence's load-balancing loss at every response token, summed over the layers: so
+    it is normalised as every other loss is, whatever the aggregation.
+    """
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+
+    @contextmanager
+    def watch(self, response_mask: Tensor, *, weights: Tensor) -> Iterator[None]:
+        """A forward pass over a micro-batch happens inside.
+
+        Args:
+            response_mask: [b, s-1], as in :mod:`trainer.step`; what comes after a sequence's last response token is
+                padding.
+            weights: [b], what a loss of one per response token comes to, by sequence.
+        """
+        until_last = response_mask.flip(1).cummax(1).values.flip(1)
+        sequences = _Sequences(torch.cat([until_last[:, :1], until_last], dim=1), weights, [])
+        token = _in_work.set(sequences)
+        try:
+            yield
+        finally:
+            _in_work.reset(token)
+        if sequences.aux_losses:
+            mean = torch.stack(sequences.aux_losses).double().mean()
+            self._total = mean if self._total is None else self._total + mean
+
+    def sums(self) -> dict[str, Tensor]:
+        """``aux_loss_sum``, to be divided by the loss's count: the mean over layers and sequences, without the
+        coefficient. Nothing for a dense model."""
+        return {} if self._total is None else {"aux_loss_sum": self._total}
+
+
+# ---- names, and experts on other ranks ------------------------------------------------------------------------------
+
+
+def globally_named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``module.named_modules()``, experts named by their number in the whole model instead of that on the rank."""
+    first_expert = 0
+    for name, child in module.named_modules():
+        if isinstance(child, MoELayer):
+            first_expert = child.local_expert_indices[0]
+        yield global_name(name, first_expert=first_expert), child
+
+
+def global_name(module_name: str, *, first_expert: int) -> str:
+    """The module's name with the expert's number in the whole model, where Megatron has the one on the rank."""
+    return re.sub(
+        r"\.experts\.local_experts\.(\d+)", lambda match: f".experts.{first_expert + int(match[1])}", module_name
+    )
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor of that global name belongs to one expert (and not to all ranks)."""
+    return _EXPERT.search(name) is not None
+
+
+def with_all_experts(named: Iterable[tuple[str, Tensor]], *, num_experts: int | None) -> Iterator[tuple[str, Tensor]]:
+    """The (name, tensor) pairs of a rank, and those of the experts on other ranks, each gathered when its turn comes.
+
+    Collective over the expert-parallel group: every rank runs through all pairs.
+    """
+    group: Any = parallel_state.get_expert_model_parallel_group()
+    for name, tensor in named:
+        found = _EXPERT.search(name)
+        if found is None or group.size() == 1:
+            yield name, tensor
+            continue
+        assert num_experts is not None
+        per_rank = num_experts // group.size()
+        parts = [torch.empty_like(tensor) for _ in range(group.size())]
+        distributed.all_gather(parts, tensor.detach().contiguous(), group=group)
+        for rank, part in enumerate(parts):
+            yield _EXPERT.sub(str(rank * per_rank + int(found[0]) % per_rank), name), part

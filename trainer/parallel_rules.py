@@ -1,0 +1,101 @@
+"""Rules about how ranks share the model; called by :mod:`trainer.rules`, written like the rules there."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer.config import Config, ModelConfig
+
+
+def check_parallel(config: Config) -> None:
+    """Check every rule of this module. Raises ValueError at the first that is broken."""
+    check_context_parallel(config)
+    check_world_size(config)
+    check_tensor_parallel(config)
+    check_pipeline_layers(config)
+    check_pipeline_micro_batches(config)
+
+
+def check_context_parallel(config: Config) -> None:
+    if config.parallel.cp != 1:
+        raise ValueError(
+            f"parallel.cp={config.parallel.cp}: only parallel.cp=1 is supported, since Megatron's context parallelism "
+            "needs Transformer Engine's attention, and the plain one here sees the part of a sequence that its own "
+            "rank holds. Use parallel.tp, which shares sequences between the layers too"
+        )
+
+
+def check_world_size(config: Config) -> None:
+    parallel, nproc, nnodes = config.parallel, config.launch.nproc, config.launch.nnodes
+    ranks = parallel.model_ranks
+    if config.world_size % ranks:
+        workers = f"launch.nproc={nproc}"
+        if nnodes > 1:
+            workers = f"launch.nnodes * launch.nproc = {nnodes} * {nproc} = {config.world_size}"
+        unit = ranks // math.gcd(ranks, nnodes)
+        raise ValueError(
+            f"{workers} is no multiple of parallel.tp * parallel.pp * parallel.cp = {parallel.tp} * {parallel.pp} * "
+            f"{parallel.cp} = {ranks}: use launch.nproc={unit * max(1, nproc // unit)} or other parallel sizes"
+        )
+
+
+def check_tensor_parallel(config: Config) -> None:
+    for role, role_config in config.roles.items():
+        model, name, tp = role_config.model, f"roles.{role}.model", config.parallel.tp
+        shared = (model.heads, model.kv_heads, model.ffn_size)
+        if any(size % tp for size in shared):
+            fits = [ranks for ranks in range(1, model.heads + 1) if not any(size % ranks for size in shared)]
+            raise ValueError(
+                f"parallel.tp={tp} does not divide {name}.heads={model.heads}, kv_heads={model.kv_heads} and "
+                f"ffn_size={model.ffn_size}; these do: parallel.tp={', '.join(map(str, fits))}"
+            )
+
+
+def check_pipeline_layers(config: Config) -> None:
+    pp, vpp = config.parallel.pp, config.parallel.vpp
+    if vpp > 1 and pp == 1:
+        raise ValueError(
+            f"parallel.vpp={vpp} with parallel.pp=1: chunks of layers take turns on pipeline stages, and there is one "
+            "stage. Use parallel.pp=2 or more, or parallel.vpp=1"
+        )
+    for role, role_config in config.roles.items():
+        layers = role_config.model.layers
+        if layers % (pp * vpp):
+            raise ValueError(
+                f"roles.{role}.model.layers={layers} is no multiple of parallel.pp * parallel.vpp = {pp} * {vpp} = "
+                f"{pp * vpp}, and every chunk has as many layers. What fits: {_chunkings(role_config.model)}"
+            )
+
+
+def _chunkings(model: ModelConfig) -> str:
+    """Every way to cut the layers into more than one chunk."""
+    sizes = range(1, model.layers + 1)
+    fits = [(pp, vpp) for pp in sizes for vpp in sizes if pp > 1 and model.layers % (pp * vpp) == 0]
+    named = [f"parallel.pp={pp}" + (f" parallel.vpp={vpp}" if vpp > 1 else "") for pp, vpp in fits]
+    return "; ".join(["parallel.pp=1", *named])
+
+
+def check_pipeline_micro_batches(config: Config) -> None:
+    """Stages exchange micro-batches of one shape; interleaved chunks take turns over as many as there are stages."""
+    algo, dp, parallel = config.algo, config.data_parallel_size, config.parallel
+    if parallel.pp == 1 or algo.micro_batch_tokens is not None:  # which a pipeline refuses for another reason
+        return
+    in_turns = parallel.pp if parallel.vpp > 1 else 1
+    unit = dp * algo.micro_batch_size * in_turns
+    given = f"data-parallel size * algo.micro_batch_size{' * parallel.pp' if in_turns > 1 else ''}"
+    is_one_micro_batch = in_turns == 1 and algo.warmup_batch_size <= unit
+    if algo.warmup_steps and not is_one_micro_batch and algo.warmup_batch_size % unit:
+        raise ValueError(
+            f"algo.warmup_batch_size={algo.warmup_batch_size} is no multiple of {given} = {unit}, which a pipeline "
+            f"needs: use algo.warmup_batch_size={-(-algo.warmup_batch_size // unit) * unit}"
+        )
+    samples, unit = algo.prompts_per_step * algo.responses_per_prompt, unit * algo.minibatches
+    if samples % unit:
+        prompts_unit = unit // math.gcd(unit, algo.responses_per_prompt)
+        raise ValueError(
+            f"algo.prompts_per_step * algo.responses_per_prompt = {samples} is no multiple of {given} * "
+            f"algo.minibatches = {unit}, which a pipeline needs: use "
+            f"algo.prompts_per_step={-(-algo.prompts_per_step // prompts_unit) * prompts_unit}"
+        )
