@@ -102,7 +102,7 @@ def test_host_bytes_are_those_of_the_plan_and_of_the_operating_system(policy, me
     predicted = footprint(config_of_policy(policy), vocab_size=320)
     planned = sum(predicted.host_asleep_bytes(role) for role in ("actor", "critic"))
     assert counted == pytest.approx(planned, rel=0.02)
-    assert pss_growth(result) == pytest.approx(pss_growth(measured("rebuild")) + counted - rebuilt, abs=48 * MIB)
+    assert pss_growth(result) == pytest.approx(pss_growth(measured("rebuild")) + counted - rebuilt, abs=64 * MIB)
 
 
 def test_wrong_calls_are_python_errors_and_lose_nothing(measured):

@@ -89,7 +89,7 @@ def paths(run: Any, directory: Path) -> dict[str, Any]:
             raise KeyError("a failing step")
     except KeyError:
         used["an exception"] = _used_bytes()
-    return {"used": used, "updated": updated, "asleep": sample_memory(), "records": run.phases.records}
+    return {"used": used, "updated": updated, "asleep": sample_memory(), "records": list(run.phases.records)}
 
 
 def cycles(run: Any, directory: Path) -> dict[str, Any]:
