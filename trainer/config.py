@@ -243,6 +243,7 @@ class AlgoConfig(Section):
     critic_warmup_steps: int
     start_critic_from_actor: Optional[bool]  # noqa: UP045
     heldout_prompts: int
+    evaluate_every: Optional[int]  # noqa: UP045
     kl: KlConfig
 
 

@@ -80,6 +80,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "algo.loss_length": (1, None),
     "algo.critic_warmup_steps": (0, None),
     "algo.heldout_prompts": (1, None),
+    "algo.evaluate_every": (1, None),
     "algo.kl.coef": (0, None),
     "algo.kl.clamp": (0, None),
     "algo.kl.horizon": (1, None),

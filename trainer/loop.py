@@ -96,7 +96,7 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
         with outputs.trace(step_number):
             record = {"step": step_number, **ppo_step(run, step_number, schedules=schedules, kl_coef=kl_coef)}
         kl_coef = _next_kl_coef(run.config, kl_coef, record["kl"])
-        if step_number == settings.num_steps or (checkpoints and checkpoints.needs_accuracy(step_number)):
+        if _needs_accuracy(settings, step_number, checkpoints):
             record["heldout_accuracy"] = evaluate(run, at_step=step_number)
         if step_number == settings.num_steps:
             record |= _weights_sha256(run, step_number)
@@ -196,6 +196,12 @@ def evaluate(run: Run, *, at_step: int) -> float:
         run.engine.sleep()
         sums = sum_over_ranks({"score": sum(scores), "count": len(scores)})
     return sums["score"] / sums["count"]
+
+
+def _needs_accuracy(settings: AlgoConfig, number: int, checkpoints: Checkpoints | None) -> bool:
+    every = settings.evaluate_every
+    is_due = number == settings.num_steps or (every is not None and number % every == 0)
+    return is_due or (checkpoints is not None and checkpoints.needs_accuracy(number))
 
 
 def _sync_engine(run: Run) -> None:

@@ -15,6 +15,7 @@ from trainer.memory.ledger import sample_memory
 Record = dict[str, Any]
 
 SAMPLING = "memory_samples"
+_PSS_SHARE_OF_TIME = 0.02  # at most so much of the time goes into asking for the proportional set
 
 
 class Phases:
@@ -32,12 +33,13 @@ class Phases:
         self._asleep: dict[tuple[str, str], tuple[int, int]] = {}
         self._peak_asleep = (0, 0)
         self._seconds: dict[str, float] = {}
+        self._next_pss_at = 0.0
         self._rates: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None
 
     @contextmanager
     def phase(self, name: str, *, step: int) -> Iterator[None]:
         """Everything inside counts as phase ``name`` of ``step``. The memory sample after it counts as a phase of its
-        own, since asking for the proportional set makes the kernel walk through all pages of the process."""
+        own; it holds the proportional set only now and then, for which the kernel walks through all pages."""
         self._step, self._phase = step, name
         start = time.perf_counter()
         with torch.profiler.record_function(name):  # its name in a trace
@@ -77,8 +79,16 @@ class Phases:
         """Record all that process and device hold at ``moment``, "baseline" or "asleep"; takes about 50 ms."""
         self._write({"step": step, "phase": self._phase, "moment": moment, **sample_memory()})
 
+    def _pss_bytes(self) -> int | None:
+        start = time.perf_counter()
+        if start < self._next_pss_at:
+            return None
+        pss_bytes = self._process.memory_full_info().pss
+        end = time.perf_counter()
+        self._next_pss_at = end + (end - start) / _PSS_SHARE_OF_TIME
+        return pss_bytes
+
     def _sample(self) -> None:
-        memory = self._process.memory_full_info()
         gpu_allocated = gpu_used = None
         if self._gpu:
             free, total = torch.cuda.mem_get_info()
@@ -88,8 +98,8 @@ class Phases:
                 "step": self._step,
                 "phase": self._phase,
                 "time_seconds": time.time(),
-                "rss_bytes": memory.rss,
-                "pss_bytes": memory.pss,
+                "rss_bytes": self._process.memory_info().rss,
+                "pss_bytes": self._pss_bytes(),
                 "gpu_allocated_bytes": gpu_allocated,
                 "gpu_used_bytes": gpu_used,
             }

@@ -45,6 +45,7 @@ FLIPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "algo.critic_warmup_steps": ("1", ()),
     "algo.start_critic_from_actor": ("false", ()),
     "algo.heldout_prompts": ("1", ()),
+    "algo.evaluate_every": ("1", ()),
     "algo.kl.placement": ("loss", ("algo.kl.estimator=k2",)),
     "algo.kl.estimator": ("k3", ()),
     "algo.kl.coef": ("0.1", ()),

@@ -131,6 +131,7 @@ def wrong_calls(run: Any, directory: Path) -> dict[str, Any]:
         except RuntimeError as error:
             errors.append(str(error))
     if torch.cuda.is_available():
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         hog = torch.empty(free - GIB // 16, dtype=torch.uint8, device="cuda")
         try:

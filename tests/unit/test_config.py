@@ -30,6 +30,7 @@ NEEDS = {
     ("task", "reasoning_gym"): ["task.dataset=chain_sum"],
     ("model", "hf"): ["model.path={checkpoint}"],
     **{("advantages", name): [f"algo={name}"] for name in ("grpo", "rloo", "reinforce_pp")},
+    ("experiment", "smollm2"): ["model.path={checkpoint}"],
 }
 ROLE_OPTIONS = {
     ("model", "shared"): "model@roles.actor.model=shared",

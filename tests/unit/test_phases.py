@@ -44,6 +44,16 @@ def test_records_carry_the_step_and_phase_they_happened_in():
     assert (sample["gpu_allocated_bytes"], sample["gpu_used_bytes"]) == (None, None)
 
 
+def test_the_proportional_set_is_asked_for_seldom():
+    records = []
+    phases = Phases(records.append, gpu=False)
+    for number in range(20):
+        with phases.phase("rollout", step=number):
+            pass
+    assert [record["pss_bytes"] is None for record in records] == [False] + [True] * 19
+    assert all(record["rss_bytes"] > 1 << 20 for record in records)
+
+
 def test_the_peak_of_a_step_counts_what_slept_at_the_same_time():
     phases = Phases(lambda record: None, gpu=False)
     phases.observe(region("actor", "param", "asleep", released=10, backup=0))

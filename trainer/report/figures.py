@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
@@ -147,9 +148,11 @@ def draw_memory(memory: Sequence[Record], path: Path) -> bool:
 
 def _draw_bytes(axes: Axes, samples: Sequence[Sample], series: Sequence[_Series], *, size: int) -> None:
     for label, color, bytes_of, holds_for_phase in series:
+        sizes = floats([bytes_of(sample) for sample in samples])
+        known = np.isfinite(sizes)  # PSS is sampled now and then only
         axes.plot(
-            _clock(samples),
-            floats([bytes_of(sample) for sample in samples]) / size,
+            np.asarray(_clock(samples))[known],
+            sizes[known] / size,
             color=color,
             label=label,
             drawstyle="steps-pre" if holds_for_phase else "default",

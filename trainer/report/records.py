@@ -6,11 +6,13 @@
     tokens_per_second/{<phase>,step}, tokens_per_second_per_rank/step and, where the device's peak is known,
     mfu/{<phase>,step} (trainer/throughput.py); nothing of a critic where there is none;
     step 0 also parameters/<role> (how many parameters the bytes of memory.jsonl belong to);
-    the first and the last also heldout_accuracy, the last weights_sha256/<role>.
+    the first, the last and those that algo.evaluate_every or checkpoint.keep_best asks for also heldout_accuracy;
+    the last weights_sha256/<role>.
 `memory.jsonl` holds, in the order in which things happened, one record per region and sleep or wake-up
     step, phase, role, kind, flag, keeper, state ("asleep" | "awake"), released_bytes, backup_bytes, seconds
 and one at the end of every phase
     step, phase, time_seconds (wall clock), rss_bytes, pss_bytes, gpu_allocated_bytes, gpu_used_bytes,
+(pss_bytes null in most of them: it is slow to ask for)
 and for the ledger one of all that process and device hold at two moments, before anything was built and at the end
     step, phase, moment ("baseline" | "asleep"), {rss,pss,pss_untrimmed,host_used,gpu_{used,reserved,allocated}}_bytes.
 Bytes of a region are those of its whole segments; seconds are those until the call returned: what a side stream still
