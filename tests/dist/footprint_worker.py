@@ -13,7 +13,8 @@ from trainer import platform
 from trainer.distributed import data_parallel_group, data_parallel_size, pipeline_group, pipeline_rank
 from trainer.memory.saver import make_saver
 from trainer.models.build import named_tensors
-from trainer.plan.footprint import footprint, role_bytes
+from trainer.plan.footprint import footprint
+from trainer.plan.role_bytes import role_bytes
 from trainer.role import Role
 from trainer.rollout.hf import HfEngine, _tensors
 from trainer.rules import make_task

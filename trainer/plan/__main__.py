@@ -26,7 +26,8 @@ from trainer import config as configuration
 from trainer.config import Config, Section
 from trainer.hints import hint_for
 from trainer.plan.fit import check_fits, fits
-from trainer.plan.footprint import Footprint, Holding, footprint, model_parameters
+from trainer.plan.footprint import Footprint, Holding, footprint
+from trainer.plan.role_bytes import model_parameters
 from trainer.report import Table
 from trainer.report.units import byte_unit
 from trainer.rules import make_task

@@ -2,55 +2,23 @@
 
 Counted are parameters, gradients, optimizer state, weights tags and the rollout engine's weights, as tensors lie in
 their buffers. Not counted, because no config says: activations, the KV cache, CUDA context, kernels, communicators,
-the allocator's rounding to 2 MiB segments, and the one tensor at a time that a weight sync gathers from ranks. All
-workers run on one node. Pipeline stages differ (the first has the embedding, the last the head): a rank's numbers are
-those of the stage that needs most, the node's are the sums of all.
+the allocator's rounding to 2 MiB segments, and the one tensor at a time that a weight sync gathers from ranks. Pipeline
+stages differ (the first has the embedding, the last the head): a rank's numbers are those of the stage that needs most,
+a node's are the sums over its ranks, on the node that needs most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.config import Config
 from trainer.plan import NO_BUFFER, Plan, PlanRow, make_plan
-from trainer.plan.layout import (
-    ALIGNMENT_BYTES,
-    ITEM_BYTES,
-    WHOLE,
-    Buffer,
-    Parameter,
-    buffers_of,
-    default_bucket_size,
-    optimizer_elements,
-    parameters,
-    rotary_table_bytes,
-    round_up,
-    tag_bytes,
-)
+from trainer.plan.layout import ALIGNMENT_BYTES, WHOLE, parameters, rotary_table_bytes, round_up
+from trainer.plan.role_bytes import RoleBytes, ranks_that_share_tags, role_bytes
 
 ENGINE = "engine"
-
-
-@dataclass(frozen=True)
-class RoleBytes:
-    """One role on one rank, before anybody decides who keeps what.
-
-    Attributes:
-        kinds: buffer kind of :mod:`trainer.plan` -> device bytes while awake.
-        main_params: the part of ``optim`` that holds main params.
-        tag: host bytes of one weights tag.
-        weights: of all tensors that a forward pass reads, those of experts on other ranks included.
-        own_main: of the fp32 parameters that are their own main params, and so not in ``optim``.
-    """
-
-    parameter_count: int
-    kinds: dict[str, int]
-    main_params: int
-    tag: int
-    weights: int
-    own_main: int
 
 
 @dataclass(frozen=True)
@@ -207,75 +175,6 @@ def _checkpoint_bytes(config: Config, ranks: list[dict[str, RoleBytes]]) -> int:
     return size
 
 
-def model_parameters(config: Config, *, vocab_size: int) -> dict[str, int]:
-    """Role -> parameters of the whole model, each counted once."""
-    return {
-        name: sum(
-            parameter.size
-            for parameter in parameters(role.model, vocab_size=vocab_size, value_head=name == "critic", parallel=WHOLE)
-        )
-        for name, role in config.roles.items()
-    }
-
-
-def role_bytes(
-    config: Config, role: str, *, vocab_size: int, stage: int = 0, bucket_size: int | None = None
-) -> RoleBytes:
-    """Sizes of one role's buffers on the largest data-parallel rank of a pipeline stage. ``bucket_size`` in elements
-    replaces Megatron's default."""
-    ddp, model, parallel = config.roles[role].ddp, config.roles[role].model, config.parallel
-    data_parallel = config.data_parallel_size
-    chunks = [
-        parameters(
-            model, vocab_size=vocab_size, value_head=role == "critic", parallel=parallel, stage=stage, chunk=chunk
-        )
-        for chunk in range(parallel.vpp)
-    ]
-    bucket_size = bucket_size or default_bucket_size(ddp, data_parallel=data_parallel)
-    buffers = [
-        buffer
-        for found in chunks
-        for buffer in buffers_of(
-            found,
-            ddp=ddp,
-            data_parallel=data_parallel,
-            expert_parallel=parallel.expert,
-            bucket_size=bucket_size,
-        )
-    ]
-    optimizer, main_params = optimizer_elements(
-        buffers, distributed_optimizer=ddp.use_distributed_optimizer, data_parallel=data_parallel
-    )
-    found = tuple(parameter for chunk in chunks for parameter in chunk)
-    table = rotary_table_bytes(model)
-    return RoleBytes(
-        parameter_count=sum(parameter.size for parameter in found),
-        kinds=_kinds(found, buffers, distributed_optimizer=ddp.use_distributed_optimizer, table=table)
-        | {"optim": optimizer * ITEM_BYTES["fp32"]},
-        main_params=main_params * ITEM_BYTES["fp32"],
-        tag=tag_bytes(found, buffers, table_bytes=table, data_parallel=_ranks_that_share_tags(config)),
-        weights=table + sum(p.size_bytes * (config.parallel.expert if p.is_spread else 1) for p in found),
-        own_main=0
-        if ddp.use_distributed_optimizer
-        else sum(parameter.size_bytes for parameter in found if parameter.dtype == "fp32"),
-    )
-
-
-def _ranks_that_share_tags(config: Config) -> int | None:
-    return config.data_parallel_size if config.memory.tags == "sharded" else None
-
-
-def _kinds(
-    found: tuple[Parameter, ...], buffers: Sequence[Buffer], *, distributed_optimizer: bool, table: int
-) -> dict[str, int]:
-    param = sum(buffer.layout.size * ITEM_BYTES[buffer.dtype] for buffer in buffers)
-    return {
-        "param": param if distributed_optimizer else 0,
-        "grad": sum(buffer.layout.size for buffer in buffers) * ITEM_BYTES["fp32"],
-        "rest": table + (0 if distributed_optimizer else sum(parameter.size_bytes for parameter in found)),
-    }
-
-
 def _holdings(config: Config, plan: Plan, roles: dict[str, RoleBytes]) -> Iterator[Holding]:
     for role, sizes in roles.items():
         yield from _role_holdings(config, plan, role, sizes)
@@ -314,7 +213,7 @@ def _role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> I
 
 
 def _share_note(config: Config) -> str:
-    ranks = _ranks_that_share_tags(config)
+    ranks = ranks_that_share_tags(config)
     if ranks is None:
         return ""
     return f"each rank keeps 1/{ranks}" if ranks > 1 else "one rank alone keeps all of it"

@@ -1,0 +1,112 @@
+"""How many bytes one role takes on one rank, before anybody decides who keeps what.
+
+A rank's part of the model is that of its pipeline stage; of data-parallel ranks, the one that holds most is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer.config import Config
+from trainer.plan.layout import (
+    ITEM_BYTES,
+    WHOLE,
+    Buffer,
+    Parameter,
+    buffers_of,
+    default_bucket_size,
+    optimizer_elements,
+    parameters,
+    rotary_table_bytes,
+    tag_bytes,
+)
+
+
+@dataclass(frozen=True)
+class RoleBytes:
+    """One role on one rank, before anybody decides who keeps what.
+
+    Attributes:
+        kinds: buffer kind of :mod:`trainer.plan` -> device bytes while awake.
+        main_params: the part of ``optim`` that holds main params.
+        tag: host bytes of one weights tag.
+        weights: of all tensors that a forward pass reads, those of experts on other ranks included.
+        own_main: of the fp32 parameters that are their own main params, and so not in ``optim``.
+    """
+
+    parameter_count: int
+    kinds: dict[str, int]
+    main_params: int
+    tag: int
+    weights: int
+    own_main: int
+
+
+def model_parameters(config: Config, *, vocab_size: int) -> dict[str, int]:
+    """Role -> parameters of the whole model, each counted once."""
+    return {
+        name: sum(
+            parameter.size
+            for parameter in parameters(role.model, vocab_size=vocab_size, value_head=name == "critic", parallel=WHOLE)
+        )
+        for name, role in config.roles.items()
+    }
+
+
+def role_bytes(
+    config: Config, role: str, *, vocab_size: int, stage: int = 0, bucket_size: int | None = None
+) -> RoleBytes:
+    """Sizes of one role's buffers on the largest data-parallel rank of a pipeline stage. ``bucket_size`` in elements
+    replaces Megatron's default."""
+    ddp, model, parallel = config.roles[role].ddp, config.roles[role].model, config.parallel
+    data_parallel = config.data_parallel_size
+    chunks = [
+        parameters(
+            model, vocab_size=vocab_size, value_head=role == "critic", parallel=parallel, stage=stage, chunk=chunk
+        )
+        for chunk in range(parallel.vpp)
+    ]
+    bucket_size = bucket_size or default_bucket_size(ddp, data_parallel=data_parallel)
+    buffers = [
+        buffer
+        for found in chunks
+        for buffer in buffers_of(
+            found,
+            ddp=ddp,
+            data_parallel=data_parallel,
+            expert_parallel=parallel.expert,
+            bucket_size=bucket_size,
+        )
+    ]
+    optimizer, main_params = optimizer_elements(
+        buffers, distributed_optimizer=ddp.use_distributed_optimizer, data_parallel=data_parallel
+    )
+    found = tuple(parameter for chunk in chunks for parameter in chunk)
+    table = rotary_table_bytes(model)
+    return RoleBytes(
+        parameter_count=sum(parameter.size for parameter in found),
+        kinds=_kinds(found, buffers, distributed_optimizer=ddp.use_distributed_optimizer, table=table)
+        | {"optim": optimizer * ITEM_BYTES["fp32"]},
+        main_params=main_params * ITEM_BYTES["fp32"],
+        tag=tag_bytes(found, buffers, table_bytes=table, data_parallel=ranks_that_share_tags(config)),
+        weights=table + sum(p.size_bytes * (config.parallel.expert if p.is_spread else 1) for p in found),
+        own_main=0
+        if ddp.use_distributed_optimizer
+        else sum(parameter.size_bytes for parameter in found if parameter.dtype == "fp32"),
+    )
+
+
+def ranks_that_share_tags(config: Config) -> int | None:
+    return config.data_parallel_size if config.memory.tags == "sharded" else None
+
+
+def _kinds(
+    found: tuple[Parameter, ...], buffers: Sequence[Buffer], *, distributed_optimizer: bool, table: int
+) -> dict[str, int]:
+    param = sum(buffer.layout.size * ITEM_BYTES[buffer.dtype] for buffer in buffers)
+    return {
+        "param": param if distributed_optimizer else 0,
+        "grad": sum(buffer.layout.size for buffer in buffers) * ITEM_BYTES["fp32"],
+        "rest": table + (0 if distributed_optimizer else sum(parameter.size_bytes for parameter in found)),
+    }
