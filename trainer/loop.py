@@ -124,7 +124,8 @@ def warm_up(run: Run, outputs: Outputs) -> None:
         with run.phases.phase("warm_up", step=0), run.critic.awake():
             start_critic_from(actor.backuper.get("ref"), run.critic)
         if outputs.progress:
-            outputs.progress.note("the critic starts from the warmed-up actor; only its value head is new")
+            actor_then = "warmed-up actor" if settings.warmup_steps else "actor"
+            outputs.progress.note(f"the critic starts from the {actor_then}; only its value head is new")
 
 
 def start_critic_from(weights: Mapping[str, Tensor], critic: Role) -> None:

@@ -4,7 +4,8 @@ Megatron's layer sends every token to its experts, on whichever rank they are, a
 in it is ours: logits, top-k and weights are those of transformers, and no split into micro-batches or ranks changes the
 load-balancing loss. Experts have global names (``mlp.experts.5``) wherever they lie.
 
-Simplified: every layer has experts, which run one after the other; no shared experts, no tensor or pipeline parallelism.
+Simplified: every layer has experts, which run one after the other; no shared experts, no tensor or
+pipeline parallelism.
 """
 
 from __future__ import annotations
