@@ -33,6 +33,8 @@ def launch_attempts(
         SystemExit: a signal ended the job. After SIGTERM (143) its checkpoint is saved, if the job saves any.
     """
     stop_file = None if config.checkpoint.every_steps is None else directory / STOP_FILE
+    if stop_file is not None and nodes.rank == 0:
+        stop_file.unlink(missing_ok=True)  # of an earlier command that was killed before it could end
     known = checkpoints.latest(directory)
     for restart in range(config.launch.max_restarts + 1):
         if restart:

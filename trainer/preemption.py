@@ -15,12 +15,16 @@ STOP_FILE = "stop"  # in the run directory
 
 
 def request_handler(stop_file: Path, second: Callable[[int, FrameType | None], object]) -> Callable:
-    """The launching process's handler: the first SIGTERM leaves the file, another one is up to ``second``."""
+    """The launching process's handler: the first SIGTERM leaves the file, another one is up to ``second``. The file is
+    no sign of a first one: where all processes of the job get the signal, a worker may have left it just before."""
+    asked = False
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if stop_file.exists():
+        nonlocal asked
+        if asked:
             second(number, frame)
             return
+        asked = True
         stop_file.touch()
         message = "SIGTERM: saving a checkpoint after the current step (another SIGTERM ends the job at once)\n"
         os.write(2, message.encode())
