@@ -65,7 +65,7 @@ def test_resumed_is_unbroken(nproc, seed, tmp_path):
     # No file of more than 100,000 bytes: both saves after step 1 fail, and the run goes on.
     full = Case("full", configs["lean"], tmp_path / "lean", checkpoint_of(tmp_path / "lean", 1), disk_bytes=100_000)
     best = ("checkpoint.keep_best=true", "checkpoint.keep_last=1", "checkpoint.async_save=true")
-    evaluated = Case("best", config_of(*RUN, *best, f"launch.nproc={nproc}"), tmp_path / "best")
+    evaluated = Case("best", config_of(*common, *best), tmp_path / "best")
     results = launch_cases([*unbroken, *resumed, full, evaluated], nproc=nproc, log_dir=tmp_path / "logs")
 
     expected = results["none"]["metrics"]
