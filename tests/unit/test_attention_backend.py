@@ -8,9 +8,9 @@ import pytest
 from tests.composing import config_of
 from tests.megatron_world import one_rank_world
 from trainer import speed_rules
-from trainer.config import ParallelConfig
 from trainer.models.build import build_gpt
 from trainer.models.layers import CausalAttention, core_attention
+from trainer.plan.layout import WHOLE
 
 
 @pytest.fixture
@@ -59,6 +59,6 @@ def test_an_installation_that_does_not_work_is_named_when_the_model_is_built():
         with pytest.raises(ValueError, match=r"transformer_engine cannot be imported .* model.attention_backend=sdpa"):
             core_attention("te")
         model = config_of("platform=cpu").model
-        gpt = build_gpt(model, vocab_size=64, parallel=ParallelConfig(tp=1, pp=1), seed=1, value_head=False)
+        gpt = build_gpt(model, vocab_size=64, parallel=WHOLE, seed=1, value_head=False)
         attention = gpt.decoder.layers[0].self_attention.core_attention  # type: ignore[union-attr, index]
         assert isinstance(attention, CausalAttention)
