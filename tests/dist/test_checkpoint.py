@@ -53,9 +53,9 @@ def checkpoint_of(directory: Path, step: int) -> Path:
     return directory / "checkpoints" / f"step_{step}"
 
 
-@pytest.mark.parametrize(("nproc", "seed"), [(1, 2), (2, 1)])  # some answer is right in the first step
-def test_resumed_is_unbroken(nproc, seed, tmp_path):
-    common = (*RUN, f"launch.nproc={nproc}", f"seed={seed}")
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_resumed_is_unbroken(nproc, tmp_path):
+    common = (*RUN, f"launch.nproc={nproc}")
     configs = {name: config_of(*common, *overrides) for name, overrides in POLICIES.items()}
     unbroken = [Case(name, configs[name], tmp_path / name) for name in ("none", "lean", "rebuild", "sharded", "async")]
     resumed = [
