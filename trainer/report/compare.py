@@ -165,6 +165,9 @@ def _read_metrics(run: Run, metrics: Sequence[Record]) -> None:
 def _read_memory(run: Run, memory: Sequence[Record]) -> None:
     run.host_bytes, run.samples = host_bytes_by_owner(memory), timeline(memory)
     regions = last_sleeps(memory).values()
-    seconds = {state: [median_seconds(memory, region=r, state=state) for r in regions] for state in ("asleep", "awake")}
-    totals = {state: sum(x for x in values if x is not None) for state, values in seconds.items()}
-    run.sleep_seconds, run.wake_seconds = (totals[state] if regions else None for state in ("asleep", "awake"))
+
+    def seconds(*states: str) -> float | None:
+        medians = (median_seconds(memory, region=region, state=state) for region in regions for state in states)
+        return sum(median or 0.0 for median in medians) if regions else None
+
+    run.sleep_seconds, run.wake_seconds = seconds("asleep"), seconds("awake", "restored")

@@ -211,6 +211,9 @@ def _draw_seconds(groups: Sequence[Group]) -> Drawing | None:
         axes.set(title=title, xlabel=f"{unit} on the host, all asleep", ylabel=time)
         axes.margins(x=0.15, y=0.15)
         axes.set_ylim(bottom=0)
+        left, right = axes.get_xlim()
+        middle = (left + right) / 2
+        axes.set_xlim(min(left, 0.9 * middle), max(right, 1.1 * middle))  # bytes that hardly differ lie together
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
     _legend(figure, figure.axes[0])
     return _drawing(
@@ -218,8 +221,8 @@ def _draw_seconds(groups: Sequence[Group]) -> Drawing | None:
         "seconds",
         "Seconds against host bytes",
         "Large: median over seeds, small: single runs. Sleep and wake-up: all regions once, each at its median over "
-        "the run. Restoring weights from the backuper and rebuilding them, and copies that go on in the background, "
-        "count in the whole step only. Of the ringed groups none is beaten in both bytes and seconds.",
+        "the run, restoring or rebuilding weights included; what a side stream still copies then counts in the whole "
+        "step only. Of the ringed groups none is beaten in both bytes and seconds.",
     )
 
 
