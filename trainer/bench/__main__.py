@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from trainer import config as configuration
 from trainer.bench import cases, measure
 from trainer.bench.cases import CASES, BenchConfig, BenchRoot, Case, CaseJob
-from trainer.bench.launching import run_workers
+from trainer.bench.launching import run_job, run_workers
 from trainer.bench.table import NEEDS_GPU, bench_table, document, plan_comparison, summarize
 from trainer.config import Config
-from trainer.hints import hint_for
 from trainer.plan.footprint import footprint, plan_rows
 from trainer.report import read_records
 from trainer.report.records import BENCH_FILE
@@ -84,19 +79,12 @@ def run(bench: BenchConfig, configs: Mapping[str, Config], directory: Path, cons
 
 @hydra.main(config_path="pkg://conf", config_name="bench", version_base="1.3")
 def _hydra_job(composed: DictConfig) -> None:
-    settings = HydraConfig.get()
-    directory, overrides = Path(settings.runtime.output_dir).absolute(), list(settings.overrides.task)
-    os.chdir(settings.runtime.cwd)
-    try:
+    def prepare(overrides: list[str]) -> tuple[BenchConfig, dict[str, Config]]:
         bench = bench_of(composed)
         cases.check(bench, overrides)
-        configs = {name: config_of(CASES[name], overrides) for name in bench.cases}
-    except (ValueError, OmegaConfBaseException) as error:
-        hint = hint_for(error)
-        print(f"error: {error}" + (f"\nhint: {hint}" if hint else ""), file=sys.stderr)
-        sys.exit(1)
-    if not run(bench, configs, directory, Console(width=None if sys.stdout.isatty() else 240)):
-        sys.exit(1)
+        return bench, {name: config_of(CASES[name], overrides) for name in bench.cases}
+
+    run_job(prepare, lambda prepared, directory, console: run(*prepared, directory, console))
 
 
 def main() -> None:

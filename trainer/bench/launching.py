@@ -1,16 +1,43 @@
-"""How a benchmark runs one case: fresh workers, whose failure is shown and does not end the others."""
+"""How a benchmark runs: as a Hydra job, and each case in fresh workers, whose failure is shown and does not end the
+others."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from hydra.core.hydra_config import HydraConfig
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from trainer.bench import cases
 from trainer.config import Config
+from trainer.hints import hint_for
 from trainer.launch import WorkerError, launch
 from trainer.launch_environment import worker_environment
+
+_Prepared = TypeVar("_Prepared")
+
+
+def run_job(prepare: Callable[[list[str]], _Prepared], run: Callable[[_Prepared, Path, Console], bool]) -> None:
+    """A Hydra job: ``run`` what ``prepare`` makes of the command's overrides, in the job's directory.
+
+    Exits with 1 and one line if ``prepare`` refuses them, and with 1 if ``run`` says that something failed.
+    """
+    settings = HydraConfig.get()
+    directory, overrides = Path(settings.runtime.output_dir).absolute(), list(settings.overrides.task)
+    os.chdir(settings.runtime.cwd)
+    try:
+        prepared = prepare(overrides)
+    except (ValueError, OmegaConfBaseException) as error:
+        hint = hint_for(error)
+        print(f"error: {error}" + (f"\nhint: {hint}" if hint else ""), file=sys.stderr)
+        sys.exit(1)
+    if not run(prepared, directory, Console(width=None if sys.stdout.isatty() else 240)):
+        sys.exit(1)
 
 
 class HasConfig(Protocol):

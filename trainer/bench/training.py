@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +17,13 @@ from typing import Any, List  # noqa: UP035  (omegaconf reads these annotations)
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from trainer import config as configuration
-from trainer.bench.launching import run_workers
+from trainer.bench.launching import run_job, run_workers
 from trainer.bench.training_workers import TrainingJob, run_plain, run_torpor
 from trainer.config import Config, Section
-from trainer.hints import hint_for
 from trainer.report.tables import UNKNOWN, Table, text
 from trainer.report.units import format_count
 
@@ -170,23 +165,14 @@ def _document(tables: Sequence[Table], records: Mapping[str, Record]) -> str:
 
 @hydra.main(config_path="pkg://conf", config_name="bench_training", version_base="1.3")
 def _hydra_job(composed: DictConfig) -> None:
-    settings = HydraConfig.get()
-    directory, overrides = Path(settings.runtime.output_dir).absolute(), list(settings.overrides.task)
-    os.chdir(settings.runtime.cwd)
-    try:
+    def prepare(overrides: list[str]) -> tuple[BenchTrainingConfig, dict[str, Config]]:
         bench = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(BenchTrainingConfig), composed.bench))
         assert isinstance(bench, BenchTrainingConfig)
         check(bench, config_of(composed))
-        configs = {
-            name: config_of(hydra.compose("bench_training", overrides=[*overrides, *CASES[name][1]]))
-            for name in bench.cases
-        }
-    except (ValueError, OmegaConfBaseException) as error:
-        hint = hint_for(error)
-        print(f"error: {error}" + (f"\nhint: {hint}" if hint else ""), file=sys.stderr)
-        sys.exit(1)
-    if not run(bench, configs, directory, Console(width=None if sys.stdout.isatty() else 240)):
-        sys.exit(1)
+        of_case = {name: [*overrides, *CASES[name][1]] for name in bench.cases}
+        return bench, {name: config_of(hydra.compose("bench_training", overrides=x)) for name, x in of_case.items()}
+
+    run_job(prepare, lambda prepared, directory, console: run(*prepared, directory, console))
 
 
 def main() -> None:
