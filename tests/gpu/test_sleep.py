@@ -20,9 +20,12 @@ from trainer.plan.footprint import footprint
 POLICIES = ("full", "no_grads", "lean", "rebuild")
 # 30M parameters a role: large enough that bytes per parameter mean something.
 MEDIUM = ("model.layers=4", "model.hidden_size=768", "model.ffn_size=2048", "model.heads=12", "model.kv_heads=4")
+# Experts of 3 MiB and more, so that one left out would be seen.
+MIXTURE = ("model=tiny_moe", "model.hidden_size=512", "model.ffn_size=1024")
 SHORT = ("algo.warmup_steps=2", "algo.prompts_per_step=8", "algo.responses_per_prompt=2", "algo.minibatches=2")
 SHORT = (*SHORT, "algo.micro_batch_size=8", "algo.num_steps=3", "algo.heldout_prompts=8")
 SCENARIOS = dict.fromkeys(POLICIES, ("paths", "cycles"))
+SCENARIOS["mixture"] = ("cycles", "storages")
 SCENARIOS["lean"] = ("paths", "cycles", "wrong_calls", "storages", "backup_overhead", "forward_peaks")
 MIB = 2**20
 
@@ -39,9 +42,9 @@ def bits_of(name, log_dir):
 
 
 def config_of_policy(policy):
-    return config_of(
-        *MEDIUM, *SHORT, "platform=cuda", "memory.poison=true", f"memory={policy}", "checkpoint.every_steps=1"
-    )
+    """The config of a memory policy, or of a mixture of experts under the default policy."""
+    model = (*MIXTURE, "memory=lean") if policy == "mixture" else (*MEDIUM, f"memory={policy}")
+    return config_of(*model, *SHORT, "platform=cuda", "memory.poison=true", "checkpoint.every_steps=1")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,7 @@ def test_every_policy_computes_the_bits_of_offload_none(tmp_path):
             assert bits[name].result() == bits["none"].result(), name
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, "mixture"])
 def test_ten_cycles_keep_every_bit_and_memory_stays_flat(policy, measured):
     result = measured(policy)["cycles"]
     assert all(result["kept"])
@@ -113,8 +116,9 @@ def test_wrong_calls_are_python_errors_and_lose_nothing(measured):
     assert "are missing" in result["errors"][-1]
 
 
-def test_no_large_storage_is_left_out_of_the_regions(measured):
-    result = measured("lean")["storages"]
+@pytest.mark.parametrize("model", ["lean", "mixture"])
+def test_no_large_storage_is_left_out_of_the_regions(model, measured):
+    result = measured(model)["storages"]
     assert result["segments"] > 0
     assert result["uncovered"] == {}
 
