@@ -256,10 +256,11 @@ def _engine_holding(config: Config, *, vocab_size: int) -> Holding:
 
 
 def _moments(config: Config, plan: Plan, holdings: list[Holding], roles: dict[str, RoleBytes]) -> Iterator[Moment]:
-    def moment(name: str, states: dict[str, str], *, transient: int = 0) -> Moment:
+    def moment(name: str, states: dict[str, str], *, transient: int = 0, host_transient: int = 0) -> Moment:
         state_of = {**dict.fromkeys((*roles, ENGINE), "asleep"), **states}
         device = sum(holding.device_bytes(state_of[holding.role]) for holding in holdings)
-        return Moment(name, device + transient, sum(holding.host_bytes(state_of[holding.role]) for holding in holdings))
+        host = sum(holding.host_bytes(state_of[holding.role]) for holding in holdings)
+        return Moment(name, device + transient, host + host_transient)
 
     absent = dict.fromkeys((*roles, ENGINE), "absent")
     for role, sizes in roles.items():
@@ -275,7 +276,28 @@ def _moments(config: Config, plan: Plan, holdings: list[Holding], roles: dict[st
         yield moment(f"{role} forward", {role: "forward"})
     for role in roles:
         yield moment(f"train {role}", {role: "train"})
+    if config.checkpoint.every_steps is not None:
+        for role, sizes in roles.items():
+            state, woken, copies = _saving(config, plan, role, sizes)
+            yield moment(f"save {role}", {role: state}, transient=woken, host_transient=copies)
     yield moment("all asleep", {})
+
+
+def _saving(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> tuple[str, int, int]:
+    """What a role is while it is saved, the device bytes of what wakes up beyond that, and the host bytes of copies
+    that are made to write them: what host memory holds already is written from there, one file after the other."""
+    optim_row = plan.row(role, "optim")
+    has_own_tag = role == "actor" and plan.sleeps and plan.row(role, "param").keeper != "main_params"
+    weights = 0 if has_own_tag else sizes.weights
+    optim = 0 if optim_row.keeper == "arena" else sizes.kinds["optim"]
+    state = "forward" if weights and plan.sleeps else "asleep"
+    is_awake_then = not plan.sleeps or (state == "forward" and _awake_for_forward(plan, optim_row))
+    copies = 0
+    if not config.checkpoint.async_save:  # whose copy is counted on the node
+        copies = max(weights, optim) if config.platform.name == "cuda" else 0
+        if role == "actor" and config.memory.tags == "sharded" and config.data_parallel_size > 1:
+            copies += (1 + has_own_tag) * sizes.weights  # tags of which each rank has a part are put together
+    return state, 0 if is_awake_then else optim, copies
 
 
 def plan_rows(prediction: Footprint) -> list[dict[str, Any]]:
