@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 import patches
+from tests.recording import lasting, recorded
 from trainer import platform, worker
 from trainer.config import Config
 from trainer.phases import Phases
@@ -48,17 +49,8 @@ def _run(case: Case) -> dict[str, Any]:
     from trainer import loop
     from trainer.checkpoint.state import Checkpoints
 
-    records: list[dict[str, Any]] = []
+    outputs, records = recorded()
     notes: list[str] = []
-
-    class Recorder:
-        def metrics(self, record: dict[str, Any]) -> None:
-            records.append(record)
-
-        def log(self, record: dict[str, Any]) -> None:
-            pass
-
-    recorder: Any = Recorder()
     run = worker.build(case.config, Phases(lambda record: None, gpu=False))
     checkpoints = Checkpoints(
         case.config,
@@ -75,13 +67,11 @@ def _run(case: Case) -> dict[str, Any]:
         fields = {"kl_coef": state.kl_coef, "schedule_steps": state.schedule_steps, "record": state.record}
         checkpoints.save(run.roles, step=state.step, **fields)
     else:
-        loop.train(run, loop.Outputs(recorder, None, recorder), checkpoints=checkpoints)
+        loop.train(run, outputs, checkpoints=checkpoints)
     checkpoints.finish()
     _check_ranks_agree(run)
     assert all(role.is_asleep("rest") for role in run.roles.values()) or not case.config.offload.train
-    varying = ("seconds/", "tokens_per_second", "mfu/", "host_", "asleep_")
-    numbers = [{k: v for k, v in record.items() if not k.startswith(varying)} for record in records]
-    return {"metrics": numbers, "notes": notes}
+    return {"metrics": lasting(records), "notes": notes}
 
 
 def _check_ranks_agree(run: Any) -> None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import patches
+from tests.recording import lasting, recorded
 from trainer import platform, worker
 from trainer.config import Config
 from trainer.distributed import combined_digest
@@ -40,25 +41,14 @@ def run_one(config: Config) -> dict[str, Any]:
     """Every metric of every step (times and sizes left out) and the digests of all ranks' final weights."""
     from trainer import loop
 
-    records: list[dict[str, Any]] = []
-
-    class Recorder:
-        def metrics(self, record: dict[str, Any]) -> None:
-            records.append(record)
-
-        def log(self, record: dict[str, Any]) -> None:
-            pass
-
-    recorder: Any = Recorder()
+    outputs, records = recorded()
     events: list[dict[str, Any]] = []
     run = worker.build(config, Phases(events.append, gpu=False))
-    loop.train(run, loop.Outputs(recorder, None, recorder))
-    varying = ("seconds/", "tokens_per_second", "mfu/", "host_", "asleep_")
-    numbers = [{k: v for k, v in record.items() if not k.startswith(varying)} for record in records]
+    loop.train(run, outputs)
     with run.actor.awake(tag=None):
         checksum = combined_digest(run.actor.weights_sha256())
     slept = any("kind" in event for event in events)
-    return {"metrics": numbers, "actor_after_one_more_cycle": checksum, "slept": slept}
+    return {"metrics": lasting(records), "actor_after_one_more_cycle": checksum, "slept": slept}
 
 
 @contextmanager

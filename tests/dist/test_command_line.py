@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.composing import SMALL, config_of
+from tests.recording import lasting
 from trainer.config import to_plain
 
 ROOT = Path(__file__).parents[2]
@@ -51,9 +52,7 @@ def torpor(directory: Path, *arguments: str) -> Done:
 
 def lasting_metrics(job: Path) -> list[dict]:
     """The records without what depends on the machine's load and memory."""
-    records = [json.loads(line) for line in (job / "metrics.jsonl").read_text().splitlines()]
-    passing = ("seconds/", "tokens_per_second", "mfu/", "host_", "asleep_", "gpu_")
-    return [{k: v for k, v in record.items() if not k.startswith(passing)} for record in records]
+    return lasting(map(json.loads, (job / "metrics.jsonl").read_text().splitlines()))
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.composing import SMALL, config_of
+from tests.recording import lasting
 from tests.dist.invariance_worker import run_matrix
 from trainer.launch import WorkerError, launch
 from trainer.launch_environment import worker_environment
@@ -110,8 +111,7 @@ def test_a_launched_pair_gives_the_same_records(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         lines = (directory / "metrics.jsonl").read_text().splitlines()
-        varying = ("seconds/", "tokens_per_second", "mfu/", "host_", "asleep_")
-        records[offload] = [{k: v for k, v in json.loads(line).items() if not k.startswith(varying)} for line in lines]
+        records[offload] = lasting(map(json.loads, lines))
         assert (directory / "report.md").exists()
     assert records["none"] == records["train"]
     assert len(records["none"]) == 3

@@ -11,7 +11,6 @@ from tests.roles import (
     VOCAB_SIZE,
     fresh_saver,
     make_role,
-    one_thread_world,
     same_weights,
     small_config,
     train,
@@ -34,15 +33,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    with one_thread_world():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def saver(world):
-    fresh_saver()
+pytestmark = pytest.mark.usefixtures("saver")
 
 
 def tokenizer():

@@ -4,14 +4,10 @@ import pytest
 import torch
 
 from tests.composing import SMALL, config_of
-from tests.roles import make_batch, one_thread_world
+from tests.roles import make_batch
 from trainer.micro_batches import group_by_length, in_order, micro_batches, sequence_lengths, split_to_count
 
-
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    with one_thread_world():
-        yield
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def by_length(batch, budget, **more):

@@ -16,7 +16,6 @@ from tests.roles import (
     loss_of,
     make_batch,
     make_role,
-    one_thread_world,
     same_weights,
     train,
     weights_of,
@@ -31,15 +30,7 @@ MOE = ("model.num_experts=4", "model.num_experts_per_tok=2", "model.ffn_size=64"
 FP32 = ("model.dtype=fp32", "optimizer.clip_grad=0", "model.max_length=256")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    with one_thread_world():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def saver(world):
-    fresh_saver()
+pytestmark = pytest.mark.usefixtures("saver")
 
 
 # ---- routing -------------------------------------------------------------------------------------------------------

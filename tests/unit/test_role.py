@@ -16,7 +16,6 @@ from tests.roles import (
     loss_of,
     make_batch,
     make_role,
-    one_thread_world,
     same_weights,
     small_config,
     train,
@@ -38,15 +37,7 @@ EXPERTS = ("model.num_experts=4", "model.num_experts_per_tok=2")
 NO_DISTRIBUTED_OPTIMIZER = "roles.actor.ddp.use_distributed_optimizer=false"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    with one_thread_world():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def saver(world):
-    fresh_saver()
+pytestmark = pytest.mark.usefixtures("saver")
 
 
 def log_probs(role):

@@ -13,7 +13,6 @@ from tests.roles import (
     make_batch,
     make_role,
     normal,
-    one_thread_world,
     same_weights,
     small_config,
     train,
@@ -28,15 +27,7 @@ from trainer.rules_algo import make_estimator
 FP32 = ("model.dtype=fp32", "optimizer.clip_grad=0")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    with one_thread_world():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def saver(world):
-    fresh_saver()
+pytestmark = pytest.mark.usefixtures("saver")
 
 
 def log_probs(role, batch, *, micro_batch_size=2):

@@ -4,16 +4,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, one_thread_world, small_config
+from tests.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, small_config
 from trainer import step, throughput
 from trainer.flops import forward_flops, matmul_parameters, peak_flops_per_second
 from trainer.throughput import StepWork, Work
 
-
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    with one_thread_world():
-        yield
+pytestmark = pytest.mark.usefixtures("world")
 
 
 @pytest.mark.parametrize(
