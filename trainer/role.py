@@ -81,7 +81,6 @@ class Role:
                 layout=ParamShards(self.chunks) if config.memory.tags == "sharded" else None,
             )
             self._backup_if_trained()
-        self._regions.prepare_sleep()
 
     # ---- sleep and wake-up -------------------------------------------------------------------------------------
 
@@ -92,6 +91,11 @@ class Role:
 
     def is_asleep(self, kind: str) -> bool:
         return self._regions.is_asleep(kind)
+
+    def prepare_sleep(self) -> None:
+        """Page-lock now what the first sleep would page-lock. A role that sleeps as soon as it is built has no use
+        for it."""
+        self._regions.prepare_sleep()
 
     def sleep(self, *, kinds: Collection[str] = TRAINING) -> None:
         """Release the buffers of ``kinds`` (those asleep already stay so). Weights trained since the last backup are

@@ -133,6 +133,7 @@ def _build(job: CaseJob, events: list[dict[str, Any]]) -> list[Any]:
         )
         if job.peer is None:
             roles.append(Role(name, config, **vars(parts)))
+            roles[-1].prepare_sleep()
         else:
             roles.append(getattr(peers, job.peer)(name, config, parts=parts))
     for role in roles:
