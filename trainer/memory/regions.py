@@ -69,18 +69,20 @@ class RoleRegions:
 
     def sleep(self, kinds: Collection[str], *, backuper_bytes: Mapping[str, int]) -> None:
         """Release those of ``kinds`` that are awake. ``backuper_bytes``: kind -> what the backuper keeps for it."""
+        awake = [row for kind, row in self._rows.items() if kind in kinds and not self.is_asleep(kind)]
+        if awake:
+            self._saver.wait_for_device()
         if "optim" in kinds:
-            self.start_saving()
-        for kind, row in self._rows.items():
-            if kind in kinds and not self.is_asleep(kind):
-                self._timed(row, "asleep", self._release, backuper_bytes)
+            self.start_saving()  # the copy runs while the other regions, which it does not read, are released
+        for row in sorted(awake, key=lambda row: row.kind == "optim"):
+            self._timed(row, "asleep", self._release, backuper_bytes)
 
     def wake_up(self, kinds: Collection[str], *, backuper_bytes: Mapping[str, int]) -> None:
         """Map those of ``kinds`` that are asleep. Raises MemoryError, with all of them still asleep, if one does not
         fit."""
         asleep = [row for kind, row in self._rows.items() if kind in kinds and self.is_asleep(kind)]
         self._saver.check_room([row.tag for row in asleep])
-        for row in asleep:
+        for row in sorted(asleep, key=lambda row: row.kind != "optim"):  # the others are mapped while its copy runs
             self._timed(row, "awake", self._map, backuper_bytes)
 
     @contextmanager
@@ -97,7 +99,7 @@ class RoleRegions:
     def _release(self, row: PlanRow) -> RegionBytes:
         if row.kind == "optim" and self._arena is not None:
             self._arena.finish_save()
-        return self._saver.sleep(row.tag)
+        return self._saver.sleep(row.tag, wait=False)
 
     def _map(self, row: PlanRow) -> RegionBytes:
         sizes = self._saver.wake_up(row.tag)
