@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
 
 import pytest
 
@@ -35,9 +36,10 @@ def on_gpu(worker, payload, log_dir):
     return launch(worker, payload, nproc=1, log_dir=log_dir, environment=environment)
 
 
-def bits_of(name, log_dir):
+def bits_of(name, log_dir, *overrides):
     small = [override for override in SMALL if not override.startswith("platform")]
-    config = config_of(*small, "platform=cuda", "platform.deterministic=true", "memory.poison=true", *CASES[name])
+    strict = ("platform=cuda", "platform.deterministic=true", "memory.poison=true")
+    config = config_of(*small, *strict, *CASES[name], *overrides)
     return numbers(on_gpu(run_matrix, ({name: config}, None), log_dir / name)[name])
 
 
@@ -133,6 +135,18 @@ def test_forward_passes_keep_no_logits_of_earlier_micro_batches(measured):
     few, many = measured("lean")["forward_peaks"]
     per_row = 64 * 2 * 4 * 8  # log-prob and entropy of 64 tokens, fp32, and as much again for joining them, rounded up
     assert many - few <= (256 - 16) * per_row
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine")
+def test_transformer_engine_attends_like_torch_and_keeps_the_bits(tmp_path):
+    """In bf16 the two round differently; one run's bits are the same whether models sleep or not."""
+    config = config_of(*MEDIUM, *SHORT, "platform=cuda", "model.attention_backend=te")
+    result = on_gpu(run_scenarios, (("attention",), config, tmp_path), tmp_path / "attention")["attention"]
+    assert result["core"] == "TEDotProductAttention"
+    assert 0 < result["logits"] < 0.02
+    assert 0 < result["gradients"] < 0.05
+    bits = {name: bits_of(name, tmp_path, "model.attention_backend=te") for name in ("none", "lean", "rebuild")}
+    assert bits["lean"] == bits["rebuild"] == bits["none"]
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
