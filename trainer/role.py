@@ -68,7 +68,7 @@ class Role:
         self.optimizer, self._state = optimizers.build_optimizer(
             self.chunks, self.config, region=self._regions.region("optim")
         )
-        self._regions.keep_in_arena(self._state.flat, arenas=arenas)
+        self._regions.keep_in_arena(self._state.flat, main_size=self._state.main_size, arenas=arenas)
         self._set_param_hooks(enabled=False)
         self.backuper: TensorBackuper | None = None
         self._active_tag: str | None = name
@@ -155,8 +155,11 @@ class Role:
             weights = self.backuper.get(self.name)
         try:
             self.wake_up(kinds=(FORWARD if weights is None else set()) | ({"optim"} if flat is None else set()))
+            if flat is None:
+                self._regions.wait_for_optimizer_state()
+                flat = self._state.flat
             own = dict(named_tensors(self.chunks))
-            found, flat = own if weights is None else weights, self._state.flat if flat is None else flat
+            found = own if weights is None else weights
             shares = optimizers.shares(self.optimizer, own)
             yield found, [self._state.share_in(flat, share, weights=found) for share in shares]
         finally:
@@ -183,6 +186,7 @@ class Role:
 
     def _rebuild_params(self) -> None:
         host_state = self._regions.host_optimizer_state
+        self._regions.wait_for_optimizer_state(main_params_only=True)
         with nullcontext() if host_state is None else self._state.main_params_from(host_state):
             optimizers.copy_main_to_model_params(self.optimizer, self.chunks)
 
@@ -281,6 +285,7 @@ class Role:
     def step(self) -> tuple[bool, float]:
         """Optimizer step on the gradients in the buffers -> (updated, gradient norm before clipping)."""
         self.require(TRAINING, tag=self.name)
+        self._regions.wait_for_optimizer_state()
         updated, grad_norm = optimizers.step(self.optimizer)
         self._trained_since_backup = True
         return updated, grad_norm
@@ -306,6 +311,7 @@ class Role:
         """
         self.require(TRAINING, tag=self.name)
         self._regions.will_change()
+        self._regions.wait_for_optimizer_state()
         own = dict(named_tensors(self.chunks))
         unknown = sorted(set(weights) - set(own))
         if unknown:
@@ -332,6 +338,7 @@ class Role:
     def weights_sha256(self) -> str:
         """SHA-256 (hex) of every model tensor and of the optimizer state of this rank."""
         self.require(TRAINING, tag=self.name)
+        self._regions.wait_for_optimizer_state()
         digest = hashlib.sha256()
         for name, tensor in named_tensors(self.chunks):
             digest.update(name.encode())

@@ -190,6 +190,7 @@ def state_checksums(role: Any) -> list[int]:
     from trainer.bench.peers import state_tensors
     from trainer.models.build import named_tensors
 
+    torch.cuda.synchronize()  # the optimizer state may be on its way back
     tensors = [*(tensor for _, tensor in named_tensors(role.chunks)), *state_tensors(role.optimizer)]
     words = [tensor.detach().reshape(-1).view(torch.int16) for tensor in tensors]
     pieces = [piece for tensor in words for piece in tensor.split(_CHECKSUM_PIECE_WORDS)]
