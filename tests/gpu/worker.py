@@ -150,7 +150,8 @@ def wrong_calls(run: Any, directory: Path) -> dict[str, Any]:
 
 
 def storages(run: Any, directory: Path) -> dict[str, Any]:
-    """Bytes of every CUDA storage over 1 MiB that lies in no region, with all models awake."""
+    """Bytes of every CUDA storage over 1 MiB that lies in no region, with all models awake; whether the optimizer
+    state's host copy is page-locked."""
     import torch_memory_saver
 
     run.actor.wake_up()
@@ -166,7 +167,8 @@ def storages(run: Any, directory: Path) -> dict[str, Any]:
             uncovered[str(storage.data_ptr())] = storage.nbytes()
     run.actor.sleep()
     run.critic.sleep()
-    return {"uncovered": uncovered, "segments": len(segments)}
+    pinned = run.actor._regions._arena.copy.is_pinned()
+    return {"uncovered": uncovered, "segments": len(segments), "pinned": pinned}
 
 
 def backup_overhead(run: Any, directory: Path) -> dict[str, float]:
