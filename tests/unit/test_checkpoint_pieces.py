@@ -81,6 +81,7 @@ def test_the_rectangles_of_all_ranks_are_the_whole_tensor_once():
     draw = random.Random(1)
     for _ in range(300):
         whole, sharding, tensor_parallel, data_parallel = random_case(draw)
+        total = torch.zeros_like(whole)
         for rank in range(tensor_parallel):
             part = sharding.part(whole, rank=rank, ranks=tensor_parallel)
             shape, flat = part.shape, part.reshape(-1)
@@ -96,6 +97,6 @@ def test_the_rectangles_of_all_ranks_are_the_whole_tensor_once():
             assert seen.max() <= 1
             assert seen.sum() == flat.count_nonzero()  # padding is zero, nothing else is
             assert torch.equal(found, whole * seen)
-            total = seen if rank == 0 else total + seen
+            total += seen
         held = tensor_parallel if sharding.dim is None else 1
         assert torch.equal(total, torch.full_like(whole, held))

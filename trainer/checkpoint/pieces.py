@@ -1,8 +1,8 @@
 """Which rectangles of a whole tensor a rank holds, in the words of torch.distributed.checkpoint (DCP).
 
-DCP saves rectangles and, when it loads, reads those that overlap with the ones that are asked for: so neither the parallel
-layout nor the cut of the optimizer state needs to be that of the ranks that saved. Megatron hands out flat ranges of
-tensors that tensor parallelism has cut before; in the whole tensor such a range is a few rectangles.
+DCP saves rectangles and, when it loads, reads those that overlap with the ones that are asked for: so neither the
+parallel layout nor the cut of the optimizer state needs to be that of the ranks that saved. Megatron hands out flat
+ranges of tensors that tensor parallelism has cut before; in the whole tensor such a range is a few rectangles.
 """
 
 from __future__ import annotations

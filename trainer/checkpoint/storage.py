@@ -9,7 +9,6 @@ what describes tensors.
 
 from __future__ import annotations
 
-import functools
 import math
 import pickle
 from collections.abc import Iterable, Mapping
