@@ -134,7 +134,7 @@ def test_a_description_of_tensors_can_do_nothing_else(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Command()))
     with pytest.raises(pickle.UnpicklingError, match=r"a description of tensors has no use for posix.mkdir"):
-        storage._Reader(tmp_path).read_metadata()
+        storage.load({}, tmp_path, group=distributed.group.WORLD)
     assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
 
 

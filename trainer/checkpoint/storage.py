@@ -137,12 +137,18 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Reader(dcp.FileSystemReader):
+    """Raises UnpicklingError where ``.metadata`` describes other things than tensors."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        with (directory / _METADATA).open("rb") as file:
+            self._metadata = _MetadataUnpickler(file).load()
+        kinds = {type(saved) for saved in self._metadata.state_dict_metadata.values()}
+        if kinds - {metadata.TensorStorageMetadata}:  # others are pickles again
+            raise pickle.UnpicklingError(f"{directory} holds other things than tensors")
+
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
-        with (Path(self.path) / _METADATA).open("rb") as file:
-            found = _MetadataUnpickler(file).load()
-        if any(not isinstance(saved, metadata.TensorStorageMetadata) for saved in found.state_dict_metadata.values()):
-            raise pickle.UnpicklingError(f"{self.path} holds other things than tensors")
-        return found
+        return self._metadata
 
 
 class _MetadataUnpickler(pickle.Unpickler):
