@@ -200,5 +200,6 @@ def _check_same(sources: Mapping[str, torch.Tensor], copies: Mapping[str, torch.
 
 
 def _synchronize() -> None:
+    """Wait for the copies, and not for other streams, on which an optimizer state may be on its way."""
     if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()

@@ -68,7 +68,7 @@ class Role:
         self.optimizer, self._state = optimizers.build_optimizer(
             self.chunks, self.config, region=self._regions.region("optim")
         )
-        self._regions.keep_in_arena(self._state.flat, arenas=arenas)
+        self._regions.keep_in_arena(self._state.flat, main_size=self._state.main_size, arenas=arenas)
         self._set_param_hooks(enabled=False)
         self.backuper: TensorBackuper | None = None
         self._active_tag: str | None = name
@@ -155,12 +155,16 @@ class Role:
             backed_up = self.backuper.get(self.name)
         try:
             self.wake_up(kinds=(FORWARD if backed_up is None else set()) | ({"optim"} if flat is None else set()))
+            if flat is None:
+                self._regions.wait_for_optimizer_state()
+                flat = self._state.flat
             own = dict(named_tensors(self.chunks))
             weights = _shares_of(own) if backed_up is None else self._shares_of_tag(self.name, kind="weights")
-            found, flat = own if backed_up is None else backed_up, self._state.flat if flat is None else flat
-            state = optimizers.shares(self.optimizer, own)
-            in_host_memory = (self._state.share_in(flat, share, weights=found) for share in state)
-            yield [*weights, *self._shares_of_further_tags(), *in_host_memory]
+            found = own if backed_up is None else backed_up
+            state = [
+                self._state.share_in(flat, share, weights=found) for share in optimizers.shares(self.optimizer, own)
+            ]
+            yield [*weights, *self._shares_of_further_tags(), *state]
         finally:
             self.sleep()
 
@@ -169,6 +173,7 @@ class Role:
         """The same of an awake role, to be filled inside, with ``tags`` as its further tags."""
         self.require(TRAINING, tag=self.name)
         self._regions.will_change()
+        self._regions.wait_for_optimizer_state()
         for tag in tags:
             assert self.backuper is not None, f"the {self.name} has no weights backuper, so no tags {tags}"
             self.backuper.backup(tag)
@@ -210,6 +215,7 @@ class Role:
 
     def _rebuild_params(self) -> None:
         host_state = self._regions.host_optimizer_state
+        self._regions.wait_for_optimizer_state(main_params_only=True)
         with nullcontext() if host_state is None else self._state.main_params_from(host_state):
             optimizers.copy_main_to_model_params(self.optimizer, self.chunks)
 
@@ -308,6 +314,7 @@ class Role:
     def step(self) -> tuple[bool, float]:
         """Optimizer step on the gradients in the buffers -> (updated, gradient norm before clipping)."""
         self.require(TRAINING, tag=self.name)
+        self._regions.wait_for_optimizer_state()
         updated, grad_norm = optimizers.step(self.optimizer)
         self._trained_since_backup = True
         return updated, grad_norm
@@ -333,6 +340,7 @@ class Role:
         """
         self.require(TRAINING, tag=self.name)
         self._regions.will_change()
+        self._regions.wait_for_optimizer_state()
         own = dict(named_tensors(self.chunks))
         unknown = sorted(set(weights) - set(own))
         if unknown:
@@ -359,6 +367,7 @@ class Role:
     def weights_sha256(self) -> str:
         """SHA-256 (hex) of every model tensor and of the optimizer state of this rank."""
         self.require(TRAINING, tag=self.name)
+        self._regions.wait_for_optimizer_state()
         digest = hashlib.sha256()
         for name, tensor in named_tensors(self.chunks):
             digest.update(name.encode())
