@@ -15,6 +15,8 @@ from contextlib import suppress
 
 import torch
 
+from trainer.config import Config
+
 _ALIGNMENT_BYTES = 64
 _TOUCH_THREADS = 8
 _MADV_HUGEPAGE = 14  # Linux; the mmap module names it on some builds only
@@ -85,6 +87,11 @@ class HostArenas:
     def __init__(self, *, pinned: bool) -> None:
         self.pinned = pinned
         self._reserved: dict[str, HostArena] = {}
+
+    @classmethod
+    def of(cls, config: Config) -> HostArenas:
+        """Those of a run: page-locked where a GPU copies from them at every sleep, which ``offload=none`` spares."""
+        return cls(pinned=config.platform.name == "cuda" and config.offload.train)
 
     def reserve(self, sizes_bytes: Mapping[str, int]) -> None:
         """Start making an arena for each owner (any name, the same as in :meth:`take`)."""
