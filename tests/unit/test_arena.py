@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.composing import config_of
+from trainer.memory import arena as arena_module
 from trainer.memory.arena import HostArena, HostArenas
 
 MIB = 1 << 20
@@ -84,3 +85,12 @@ def test_host_memory_is_page_locked_only_where_a_gpu_copies_from_it_at_every_sle
     arenas.take("weights/ref", 128).wait_until_ready()
     arenas.take("weights/later", 64).wait_until_ready()
     assert page_locked_bytes == ([128, 64] if (platform, offload) == ("cuda", "train") else [])
+
+
+def test_a_kernel_without_huge_pages_page_locks_small_ones(monkeypatch):
+    monkeypatch.setattr(arena_module, "_MADV_HUGEPAGE", 1 << 20)  # advice that no kernel knows: the same EINVAL
+    monkeypatch.setattr(HostArena, "_pin", lambda arena, device: arena._flat.zero_())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    arena = HostArena(64, pinned=True)
+    arena.wait_until_ready()
+    assert arena.empty_like(torch.empty(16)).sum() == 0

@@ -38,7 +38,8 @@ class HostArena:
         self._used_bytes = 0
         self._pinning: Future[None] | None = None
         if pinned and size_bytes:
-            memory.madvise(_MADV_HUGEPAGE)
+            with suppress(OSError):  # a kernel without transparent huge pages: page-locking is slower, that is all
+                memory.madvise(_MADV_HUGEPAGE)
             executor = ThreadPoolExecutor(1, thread_name_prefix="pin")
             self._pinning = executor.submit(self._pin, torch.cuda.current_device())
             executor.shutdown(wait=False)
