@@ -135,6 +135,7 @@ def test_main_params_need_the_distributed_optimizer():
     off = "roles.critic.ddp.use_distributed_optimizer=false"
     message = error_of("memory=rebuild", off)
     assert "memory.critic.restore_params_from=main_params needs" in message
+    assert "only the distributed optimizer has a parameter buffer, which is dropped and filled again" in message
     assert suggested(message) == ["memory=lean"]
     config_of("memory=lean", off)
     config_of("memory=rebuild", off, "offload=none")
