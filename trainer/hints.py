@@ -1,4 +1,4 @@
-"""One-line hints for keys that Hydra or omegaconf refused: what replaced them, or the nearest key there is."""
+"""One-line hints for keys that Hydra or omegaconf refused: what replaced them, why there are none, or the nearest."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ _BACKUPER = (
 )
 _NO_CRITIC = "algo=grpo, rloo and reinforce_pp have no critic: leave roles.critic out of the command, or use algo=ppo"
 _ESTIMATOR = "it belongs to the advantage estimator: advantages.{0}, where advantages={1}"
-REMOVED_KEYS = {
+_PRECISION_AWARE = (
+    "not supported: with it main params live inside the optimizer in another precision than fp32 (by default as the 16 "
+    "bits that bf16 parameters lack), from which parameters cannot be rebuilt bit for bit, as memory=rebuild does"
+)
+EXPLAINED_KEYS = {
     "gamma": _ESTIMATOR.format("gamma", "gae or reinforce_pp"),
     "lam": _ESTIMATOR.format("lam", "gae"),
     "bootstrap_truncated": _ESTIMATOR.format("bootstrap_truncated", "gae"),
     "disable_weights_backuper": _BACKUPER,
     "enable_weights_backuper": _BACKUPER,
     "offload_train": "use offload=train or offload=none",
+    "use_precision_aware_optimizer": _PRECISION_AWARE,
 }
 # What the presets in conf/hydra build on -> the extra that brings it.
 EXTRAS = {
@@ -49,18 +54,18 @@ def hint_for(error: BaseException) -> str | None:
 
 
 def hint_for_flags(arguments: list[str]) -> str | None:
-    """A hint for a removed flag that was written in the style of argparse (``--disable-weights-backuper``)."""
+    """A hint for an explained flag that was written in the style of argparse (``--disable-weights-backuper``)."""
     for argument in arguments:
         name = argument.lstrip("-+~").partition("=")[0].replace("-", "_").rpartition(".")[2]
-        if name in REMOVED_KEYS:
-            return REMOVED_KEYS[name]
+        if name in EXPLAINED_KEYS:
+            return EXPLAINED_KEYS[name]
     return None
 
 
 def _hint_for_key(key: str) -> str | None:
     section, _, last = key.rpartition(".")
-    if last in REMOVED_KEYS:
-        return REMOVED_KEYS[last]
+    if last in EXPLAINED_KEYS:
+        return EXPLAINED_KEYS[last]
     known = list(known_keys())
     if key in known:
         return None  # the value was refused, not the key

@@ -1,8 +1,7 @@
 """The environment variables that workers must have before their interpreter starts. Decides, sets nothing.
 
-torch_memory_saver hooks cudaMalloc through LD_PRELOAD. Whether that is needed is decided once, by
-``uses_preload``, for the launcher that preloads the library and for the code that calls it. CUDA is never
-initialised here.
+torch_memory_saver hooks cudaMalloc through LD_PRELOAD: its library is preloaded exactly when
+:func:`trainer.memory.saver.make_saver` will call it on CUDA. CUDA is never initialised here.
 """
 
 import os
@@ -18,11 +17,6 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 # Exits 1 when the dynamic linker ignored the library. A missing dependency makes the linker itself exit 127.
 _TEST_LOAD = "import sys; sys.exit(sys.argv[1] not in open('/proc/self/maps').read())"
-
-
-def uses_preload(platform: str, sleeps: bool) -> bool:
-    """Whether workers call torch_memory_saver on CUDA, and so must have its library preloaded."""
-    return platform == "cuda" and sleeps
 
 
 def worker_environment(*, platform: str, sleeps: bool, threads_per_worker: int) -> dict[str, str]:
@@ -43,7 +37,7 @@ def worker_environment(*, platform: str, sleeps: bool, threads_per_worker: int) 
         environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         # Makes cuBLAS deterministic, and its workspaces 32 MiB; they stay allocated while models sleep.
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    if uses_preload(platform, sleeps):
+    if platform == "cuda" and sleeps:
         environment["LD_PRELOAD"] = _preload()
     return environment
 

@@ -152,8 +152,9 @@ def check_main_params_source(config: Config) -> None:
         if not role_config.ddp.use_distributed_optimizer:
             raise ValueError(
                 f"memory.{role}.restore_params_from=main_params needs "
-                f"roles.{role}.ddp.use_distributed_optimizer=true with fp32 main params. "
-                "Use it, or another policy (memory=lean)"
+                f"roles.{role}.ddp.use_distributed_optimizer=true: only the distributed optimizer has a parameter "
+                "buffer, which is dropped and filled again from the fp32 main params; without it the parameters sleep "
+                "among tensors that nothing rebuilds. Use it, or another policy (memory=lean)"
             )
 
 

@@ -156,7 +156,7 @@ def build(config: Config, phases: Phases) -> LoopRun:
     tokenizer = load_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
     saver = make_saver(config)
     plan = make_plan(config)
-    arenas = HostArenas(pinned=config.platform.name == "cuda" and config.offload.train)
+    arenas = HostArenas.of(config)
     arenas.reserve(footprint(config, vocab_size=len(tokenizer), stage=pipeline_rank()).arenas)
     prompts = Prompts(config, task=task, tokenizer=tokenizer)
     paths = starting_points(config)

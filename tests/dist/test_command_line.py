@@ -13,6 +13,7 @@ import pytest
 from tests.composing import SMALL, config_of
 from tests.recording import lasting
 from trainer.config import to_plain
+from trainer.report.records import MEMORY_FILE, read_records
 
 ROOT = Path(__file__).parents[2]
 SHORT = (
@@ -98,6 +99,29 @@ def test_a_run_leaves_one_directory_that_says_what_ran(pair):
     assert last["asleep_backup_bytes"] > 0
     assert "platform: cpu (stand-in for CUDA)   workers: 1   config: " in done.stdout
     assert sorted(path.name for path in done.directory.iterdir()) == ["outputs", "sums.jsonl"]
+
+
+def test_a_run_says_that_the_critic_has_a_value_head_of_its_own(pair):
+    done, _ = pair
+    assert done.stdout.count("the critic starts from the warmed-up actor; only its value head is new\n") == 1
+
+
+def test_a_forward_pass_wakes_parameters_only_and_goes_straight_to_its_weights(pair):
+    """Under memory=lean: the actor's parameters come back from a weights tag, the critic's from the saver's copy."""
+    (job,) = pair[0].jobs().values()
+    events: dict[str, list[tuple[str, str, str]]] = {}
+    for record in read_records(job / MEMORY_FILE):
+        if record["step"] == 1 and record.get("state") in ("awake", "restored") and record["role"] != "engine":
+            events.setdefault(record["phase"], []).append((record["role"], record["kind"], record["state"]))
+    actor = [("actor", "param", "awake"), ("actor", "rest", "awake"), ("actor", "param", "restored")]
+    assert {phase: events[phase] for phase in ("sync", "ref_log_probs", "log_probs", "values")} == {
+        "sync": actor,
+        "ref_log_probs": actor,
+        "log_probs": actor,
+        "values": [("critic", "param", "awake"), ("critic", "rest", "awake")],
+    }
+    woken = {kind for _, kind, state in events["train_critic"] if state == "awake"}
+    assert woken == {"param", "grad", "optim", "rest"}
 
 
 def test_a_failing_job_does_not_stop_the_sweep_and_is_shown(pair):

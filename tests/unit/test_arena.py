@@ -6,6 +6,8 @@ import psutil
 import pytest
 import torch
 
+from tests.composing import config_of
+from trainer.memory import arena as arena_module
 from trainer.memory.arena import HostArena, HostArenas
 
 MIB = 1 << 20
@@ -70,3 +72,25 @@ def test_an_arena_of_the_size_reserved_is_taken_once_and_others_are_made_when_as
     assert arenas.take("actor/optim", 64) is not reserved
     assert arenas.take("critic/optim", 192).size_bytes == 192
     assert not arenas._reserved
+
+
+@pytest.mark.parametrize("offload", ["train", "none"])
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+def test_host_memory_is_page_locked_only_where_a_gpu_copies_from_it_at_every_sleep(monkeypatch, platform, offload):
+    page_locked_bytes = []
+    monkeypatch.setattr(HostArena, "_pin", lambda arena, device: page_locked_bytes.append(arena.size_bytes))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    arenas = HostArenas.of(config_of(f"platform={platform}", f"offload={offload}"))
+    arenas.reserve({"weights/ref": 128})
+    arenas.take("weights/ref", 128).wait_until_ready()
+    arenas.take("weights/later", 64).wait_until_ready()
+    assert page_locked_bytes == ([128, 64] if (platform, offload) == ("cuda", "train") else [])
+
+
+def test_a_kernel_without_huge_pages_page_locks_small_ones(monkeypatch):
+    monkeypatch.setattr(arena_module, "_MADV_HUGEPAGE", 1 << 20)  # advice that no kernel knows: the same EINVAL
+    monkeypatch.setattr(HostArena, "_pin", lambda arena, device: arena._flat.zero_())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    arena = HostArena(64, pinned=True)
+    arena.wait_until_ready()
+    assert arena.empty_like(torch.empty(16)).sum() == 0

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
@@ -291,6 +292,14 @@ def test_platform_and_threads_resolve_to_values():
     config = config_of("launch.nproc=1000", "algo.prompts_per_step=1000", "algo.micro_batch_size=2",
                        "algo.warmup_batch_size=1000")  # fmt: skip
     assert config.launch.threads_per_worker == 1
-    assert config_of().platform.name in ("cpu", "cuda")
     assert config_of("platform=cpu").memory.poison is True
     assert config_of("platform=cuda").memory.poison is False
+
+
+@pytest.mark.parametrize(("gpus", "name"), [(0, "cpu"), (1, "cuda")])
+def test_the_platform_is_cuda_where_a_gpu_is_visible(monkeypatch, gpus, name):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for overrides in ((), ("platform=auto",)):
+        config = config_of(*overrides)
+        assert config.platform.name == name
+        assert config.memory.poison is (name == "cpu")

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import weakref
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import pytest
@@ -178,6 +180,49 @@ def test_loading_refreshes_main_params(tmp_path):
     loaded = roles.weights_of(critic)
     roles.train(critic, lr=0.0)
     assert roles.same_weights(roles.weights_of(critic), loaded)
+
+
+class CountingReads(Mapping):
+    """A folder's tensors; counts how often one is read and how many that were read are alive at once."""
+
+    def __init__(self, folder):
+        self.folder = SafetensorsFolder(folder)
+        self.reads, self.most_alive = [], 0
+
+    def __getitem__(self, name):
+        tensor = self.folder[name]
+        self.reads.append((name, weakref.ref(tensor)))
+        self.most_alive = max(self.most_alive, sum(reference() is not None for _, reference in self.reads))
+        return tensor
+
+    def __iter__(self):
+        return iter(self.folder)
+
+    def __len__(self):
+        return len(self.folder)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mixtral"])
+def test_a_folder_is_never_in_memory_as_a_whole(family, tmp_path):
+    """While a tensor is copied into the model the parts of the next are read, at most query, key and value."""
+    save_checkpoint(tmp_path, family)
+    roles.fresh_saver()
+    actor = roles.make_role("actor", "model=hf", f"model.path={tmp_path}", f"tokenizer.path={tmp_path}")
+    state = CountingReads(tmp_path)
+    actor.load_whole_weights(from_hf(state, model=actor.config.model))
+    assert sorted(name for name, _ in state.reads) == sorted(state)  # each exactly once
+    assert 3 <= state.most_alive <= 1 + 3 < len(state) / 4
+    assert torch.equal(roles.weights_of(actor)["output_layer.weight"], state["lm_head.weight"])
+
+
+@pytest.mark.parametrize("kept", [0.9, 0.01], ids=["data", "header"])
+def test_a_truncated_file_is_named(kept, tmp_path):
+    save_checkpoint(tmp_path, "llama", shard_size="40KB")
+    file = sorted(tmp_path.glob("*.safetensors"))[1]
+    content = file.read_bytes()
+    file.write_bytes(content[: int(kept * len(content))])
+    with pytest.raises(ValueError, match=rf"{file.name} is no whole safetensors file \(.*download it again"):
+        SafetensorsFolder(tmp_path)
 
 
 def test_a_tensor_of_another_shape_is_refused(tmp_path):

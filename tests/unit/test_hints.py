@@ -59,6 +59,16 @@ def test_the_switch_of_the_backuper_says_what_replaced_it(plus, key):
     assert config_of("memory=rebuild").memory.actor.restore_params_from == "main_params"
 
 
+@pytest.mark.parametrize("key", ["roles.actor.optimizer.", "optimizer.", "roles.critic.ddp.", ""])
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_why_main_params_cannot_live_inside_the_optimizer(plus, key):
+    hint = hint_of(f"{plus}{key}use_precision_aware_optimizer=true")
+    assert hint is not None
+    assert hint.startswith("not supported: with it main params live inside the optimizer in another precision")
+    assert "cannot be rebuilt bit for bit" in hint
+    assert hint_for_flags(["--use-precision-aware-optimizer"]) == hint
+
+
 @pytest.mark.parametrize("argument", ["--disable-weights-backuper", "--enable_weights_backuper=0", "--offload-train"])
 def test_flags_in_the_style_of_argparse(argument):
     hint = hint_for_flags(["seed=1", argument])

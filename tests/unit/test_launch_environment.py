@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer import launch_environment
-from trainer.launch_environment import uses_preload, worker_environment
+from trainer.launch_environment import worker_environment
 
 THREADS = {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "3"}
 
@@ -44,14 +44,6 @@ def test_expandable_segments_are_refused_when_roles_sleep(monkeypatch, name, val
     assert "LD_PRELOAD" not in worker_environment(platform="cuda", sleeps=False, threads_per_worker=1)
     monkeypatch.setenv(name, "expandable_segments:False")
     assert worker_environment(platform="cpu", sleeps=True, threads_per_worker=3)["OMP_NUM_THREADS"] == "3"
-
-
-def test_code_calls_the_saver_exactly_when_it_is_preloaded(monkeypatch):
-    monkeypatch.setattr(launch_environment, "_preload", lambda: "the saver")
-    for platform in ("cpu", "cuda"):
-        for sleeps in (False, True):
-            environment = worker_environment(platform=platform, sleeps=sleeps, threads_per_worker=1)
-            assert ("LD_PRELOAD" in environment) == uses_preload(platform, sleeps) == (platform == "cuda" and sleeps)
 
 
 @pytest.mark.parametrize("cuda_version", ["12.8", "13.0"])

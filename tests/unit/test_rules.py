@@ -109,6 +109,20 @@ def test_the_policy_that_is_suggested_for_a_set_flag_works(overrides, policy):
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_role_file_of_the_user_cannot_make_a_role_wake_up_with_garbage(role, tmp_path):
+    (tmp_path / "role").mkdir()
+    (tmp_path / "role" / "leaky.yaml").write_text(f"defaults: [{role}, _self_]\nddp: {{{PARAM_FLAG}: true}}\n")
+    leaky = (f"hydra.searchpath=[file://{tmp_path}]", f"role@roles.{role}=leaky")
+    message = error_of(*leaky, "memory=full")
+    assert f"roles.{role}.ddp.{PARAM_FLAG}=true but memory.{role}.restore_params_from=saver" in message
+    assert "memory=rebuild" in message
+    assert "nothing sleeps" in error_of(*leaky, "memory=rebuild", "offload=none")
+    config = config_of(*leaky, "memory=rebuild")
+    assert config.roles[role].ddp.disable_param_buffers_cpu_backup
+    assert make_plan(config).row(role, "param").keeper == "main_params"
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
 def test_the_param_flag_needs_the_distributed_optimizer_only_when_it_is_set_explicitly(role):
     off = f"roles.{role}.ddp.use_distributed_optimizer=false"
     message = error_of(off, f"roles.{role}.ddp.{PARAM_FLAG}=true")
@@ -121,6 +135,7 @@ def test_main_params_need_the_distributed_optimizer():
     off = "roles.critic.ddp.use_distributed_optimizer=false"
     message = error_of("memory=rebuild", off)
     assert "memory.critic.restore_params_from=main_params needs" in message
+    assert "only the distributed optimizer has a parameter buffer, which is dropped and filled again" in message
     assert suggested(message) == ["memory=lean"]
     config_of("memory=lean", off)
     config_of("memory=rebuild", off, "offload=none")

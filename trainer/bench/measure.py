@@ -114,7 +114,7 @@ def _build(job: CaseJob, events: list[dict[str, Any]]) -> list[Any]:
     from trainer.memory.arena import HostArenas
 
     config = job.config
-    arenas = HostArenas(pinned=config.platform.name == "cuda")
+    arenas = HostArenas.of(config)
     if job.peer is None:
         sizes = footprint(config, vocab_size=job.bench.vocab_size).arenas
         arenas.reserve({owner: size for owner, size in sizes.items() if owner != "weights/ref"})  # nothing makes it

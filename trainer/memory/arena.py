@@ -15,6 +15,8 @@ from contextlib import suppress
 
 import torch
 
+from trainer.config import Config
+
 _ALIGNMENT_BYTES = 64
 _TOUCH_THREADS = 8
 _MADV_HUGEPAGE = 14  # Linux; the mmap module names it on some builds only
@@ -36,7 +38,8 @@ class HostArena:
         self._used_bytes = 0
         self._pinning: Future[None] | None = None
         if pinned and size_bytes:
-            memory.madvise(_MADV_HUGEPAGE)
+            with suppress(OSError):  # a kernel without transparent huge pages: page-locking is slower, that is all
+                memory.madvise(_MADV_HUGEPAGE)
             executor = ThreadPoolExecutor(1, thread_name_prefix="pin")
             self._pinning = executor.submit(self._pin, torch.cuda.current_device())
             executor.shutdown(wait=False)
@@ -85,6 +88,11 @@ class HostArenas:
     def __init__(self, *, pinned: bool) -> None:
         self.pinned = pinned
         self._reserved: dict[str, HostArena] = {}
+
+    @classmethod
+    def of(cls, config: Config) -> HostArenas:
+        """Those of a run: page-locked where a GPU copies from them at every sleep, which ``offload=none`` spares."""
+        return cls(pinned=config.platform.name == "cuda" and config.offload.train)
 
     def reserve(self, sizes_bytes: Mapping[str, int]) -> None:
         """Start making an arena for each owner (any name, the same as in :meth:`take`)."""

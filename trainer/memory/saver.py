@@ -102,9 +102,11 @@ class MemorySaver:
         self._backend = cpu_backup_backend if platform == "cuda" else None
         self.keeps_host_buffers = platform == "cuda" and retain_cpu_backup
         if platform == "cuda":
+            import megatron.core.models.gpt  # noqa: F401  (its first import sets hook_mode, and fails after what follows)
+
             from trainer.memory.cuda_regions import CudaRegions
 
-            self._tms.hook_mode = "preload"  # importing megatron's GPT model has set "torch"
+            self._tms.hook_mode = "preload"
             self._tms.retain_cpu_backup = retain_cpu_backup
             self._pools: Any = CudaRegions(self._tms)
         else:

@@ -128,6 +128,9 @@ class _FromHf(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return _join([self.hf_state[hf_name] for hf_name in self.counterparts[name]], model=self.model)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.counterparts  # Mapping's own reads the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.counterparts)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
@@ -24,10 +24,14 @@ SHARD_BYTES = 4 << 30
 
 
 class SafetensorsFiles(Mapping[str, Tensor]):
-    """The tensors in ``files``; each is read from the memory-mapped file when it is asked for."""
+    """The tensors in ``files``; each is read from the memory-mapped file when it is asked for.
+
+    Raises:
+        ValueError: a file is damaged; names it.
+    """
 
     def __init__(self, files: Iterable[Path]) -> None:
-        handles = [safe_open(file, framework="pt") for file in files]
+        handles = [_opened(file) for file in files]
         self._handles: dict[str, Any] = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
 
     def __getitem__(self, name: str) -> Tensor:
@@ -40,11 +44,18 @@ class SafetensorsFiles(Mapping[str, Tensor]):
         return len(self._handles)
 
 
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no whole safetensors file ({error}): copy or download it again") from error
+
+
 class SafetensorsFolder(SafetensorsFiles):
     """The tensors in a folder's ``model.safetensors``, or in the shards that its index names.
 
     Raises:
-        ValueError: the folder has neither, or lacks a shard.
+        ValueError: the folder has neither, lacks a shard, or has a damaged one.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,0 +1,78 @@
+"""Which saver a run gets: torch_memory_saver's own code up to its library, which needs the CUDA driver."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch_memory_saver
+from torch_memory_saver import entrypoint
+
+import patches
+from tests.composing import config_of
+from trainer import attempts, launch_environment
+from trainer.memory import cuda_regions
+from trainer.memory.saver import MemorySaver, make_saver
+from trainer.nodes import Nodes
+from trainer.worker import Job
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def library_replaced() -> Iterator[list[str]]:
+    """A new torch_memory_saver inside, without its library -> the hook modes in which that would have been loaded."""
+    hook_modes: list[str] = []
+
+    def load(hook_mode: str = "preload") -> mock.Mock:
+        hook_modes.append(hook_mode)
+        return mock.Mock()
+
+    with (
+        mock.patch.object(entrypoint, "_TorchMemorySaverImpl", load),
+        mock.patch.object(cuda_regions, "CudaRegions"),
+        mock.patch.object(torch_memory_saver, "torch_memory_saver", entrypoint.TorchMemorySaver()),
+    ):
+        yield hook_modes
+
+
+@pytest.mark.parametrize("policy", ["full", "no_grads", "lean", "rebuild"])
+@pytest.mark.parametrize("offload", ["train", "none"])
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+def test_workers_call_torch_memory_saver_on_cuda_exactly_when_its_library_is_preloaded(
+    platform, offload, policy, monkeypatch, tmp_path
+):
+    config = config_of(f"platform={platform}", f"offload={offload}", f"memory={policy}")
+    monkeypatch.setattr(launch_environment, "_preload", lambda: "the library")
+    monkeypatch.setattr(attempts, "launch", lambda *_, environment, **__: environment)
+    environment = attempts._launch(Job(config, tmp_path, resume_from=None), nodes=Nodes(), stop_file=None)
+    with library_replaced() as hook_modes:
+        if platform == "cpu":
+            patches.apply("cpu_saver")
+        try:
+            saver = make_saver(config)
+        finally:
+            patches.revert("cpu_saver")
+    assert isinstance(saver, MemorySaver) == saver.sleeps == (offload == "train")
+    assert hook_modes == (["preload"] if (platform, offload) == ("cuda", "train") else [])
+    assert ("LD_PRELOAD" in environment) == bool(hook_modes)
+
+
+@pytest.mark.parametrize("first", ["import megatron.core.models.gpt", "pass"], ids=["model_first", "saver_first"])
+def test_the_library_is_preloaded_whether_megatrons_gpt_is_imported_before_or_after(first):
+    """In an interpreter of its own, since the import sets another mode only once."""
+    program = (
+        "import sys\n"
+        "from tests.unit.test_saver import MemorySaver, library_replaced\n"
+        "with library_replaced() as hook_modes:\n"
+        "    assert 'megatron' not in sys.modules\n"
+        f"    {first}\n"
+        "    MemorySaver(platform='cuda', poison=False, retain_cpu_backup=True, cpu_backup_backend='pinned')\n"
+        "    from megatron.core.models.gpt import GPTModel\n"
+        "    print(hook_modes, GPTModel.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "['preload'] GPTModel\n", done.stderr
