@@ -63,11 +63,6 @@ def disturb(process: subprocess.Popen, *, within_seconds: float, draw: random.Ra
     except subprocess.TimeoutExpired:
         members = family(process)
         draw.shuffle(members)
-        if members and members[0].pid == process.pid:  # joblib's processes outlive their parent: they go with it
-            for other in members[1:]:
-                with suppress(psutil.NoSuchProcess):
-                    if "loky" in " ".join(other.cmdline()):
-                        other.kill()
         with suppress(psutil.NoSuchProcess):
             members[0].kill()
             return members

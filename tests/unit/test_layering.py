@@ -53,7 +53,7 @@ LAYERS = [
     ],
     ["trainer.report"],
     ["trainer.loop"],
-    ["trainer.worker", "trainer.launch", "trainer.jobs"],
+    ["trainer.worker", "trainer.launch", "trainer.jobs", "trainer.sweep_processes"],
     ["trainer.attempts", "trainer.hydra_job"],
     ["trainer.__main__", "trainer.plan.__main__", "trainer.bench"],
 ]
@@ -128,7 +128,8 @@ def test_who_imports_what():
         module for module in MODULES if module.startswith("trainer.bench.")
     }
     assert importers_of("omegaconf") - mains == {"trainer.config"}
-    assert importers_of("hydra") - mains <= {"trainer.config", "trainer.rules", "trainer.rules_algo", "trainer.jobs"}
+    callbacks = {"trainer.jobs", "trainer.sweep_processes"}
+    assert importers_of("hydra") - mains <= {"trainer.config", "trainer.rules", "trainer.rules_algo"} | callbacks
     allowed = {"trainer.launch_environment"}
     users = {
         m
