@@ -151,3 +151,19 @@ def test_two_nodes_are_one_job_also_after_a_worker_was_killed(tmp_path):
     assert {path.name for path in (tmp_path / "two" / "logs").glob("rank_*.log")} == {"rank_0.log", "rank_1.log"}
     assert not (tmp_path / "two" / "failure.txt").exists()
     assert {path.parent.name for path in tmp_path.rglob(".hydra")} == {"one", "two"}  # of two workers or nodes: one
+
+
+def test_nodes_with_different_settings_are_told_which(tmp_path):
+    """But for threads, which each host counts for itself."""
+    two = ("launch.nnodes=2", f"launch.rdzv_endpoint=127.0.0.1:{free_port()}", "hydra.run.dir=two")
+    own = (("launch.node_rank=0", "seed=1"), ("launch.node_rank=1", "seed=2", "launch.threads_per_worker=2"))
+    nodes = [start(tmp_path, *RUN, *two, *settings) for settings in own]
+    for rank, node in enumerate(nodes):
+        _, stderr = node.communicate(timeout=200)
+        assert node.returncode == 1
+        (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
+        assert line.startswith(f"error: rank {rank} of 2 failed (exit code 1): ValueError: the nodes of this job have")
+        assert " different settings: seed=1 on node 0, seed=2 on node 1; " in line
+        assert ". Give all nodes the same command, " in line
+        assert "threads_per_worker" not in line
+    assert not (tmp_path / "two" / "metrics.jsonl").exists()

@@ -32,6 +32,7 @@ LAYERS = [
     ],
     [
         "trainer.platform",
+        "trainer.node_settings",
         "trainer.distributed",
         "trainer.phases",
         "trainer.diagnostics",
