@@ -13,6 +13,8 @@ import pytest
 
 from tests.dist.test_checkpoint import checkpoint_of, files
 from tests.dist.test_command_line import SHORT, lasting_metrics, start, torpor
+from trainer.checkpoint import folder
+from trainer.report import read_records
 
 RUN = (*SHORT, "algo.num_steps=5", "checkpoint.every_steps=1", "checkpoint.keep_last=9")
 
@@ -120,6 +122,43 @@ def test_sigterm_without_checkpoints_ends_at_once_and_says_what_is_lost(tmp_path
     assert process.returncode == 143
     assert psutil.wait_procs(workers, timeout=5)[1] == []
     assert "SIGTERM: ended at once, and nothing is saved (checkpoint.every_steps=<number> saves checkpoints)" in stderr
+
+
+def test_a_full_disk_ends_the_run_before_the_step_is_saved_and_names_the_file(tmp_path, unbroken):
+    """No file can grow beyond what memory.jsonl has; with room again the same command goes on without a gap."""
+    run = tmp_path / "run"
+    process = start(tmp_path, *RUN, "hydra.run.dir=run")
+    wait_until(checkpoint_of(run, 1).exists, process)
+    (worker,) = workers_of(process)
+    size_bytes = (run / "memory.jsonl").stat().st_size
+    worker.rlimit(psutil.RLIMIT_FSIZE, (size_bytes, size_bytes))
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    message = f"UnwritableFile: cannot write {run}/memory.jsonl: File too large"
+    assert f"error: rank 0 of 1 failed (exit code 1): {message}\n" in stderr
+    assert lasting_metrics(run)[-1]["step"] < 5
+    saved = folder.latest(run)
+    assert saved is not None
+    assert folder.read(saved).step in {record["step"] for record in lasting_metrics(run)}
+    again = torpor(tmp_path, *RUN, "hydra.run.dir=run")
+    assert again.code == 0, again.stderr
+    assert f"goes on from {saved}" in again.stdout
+    assert_same_end(run, unbroken)
+    steps = {record["step"] for record in read_records(run / "memory.jsonl")}
+    assert steps == set(range(6))
+
+
+def test_a_job_whose_report_cannot_be_written_has_finished(tmp_path):
+    """The figures are larger than any file may be, the records are not."""
+    process = start(tmp_path, *SHORT, "hydra.run.dir=run")
+    psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (60_000, 60_000))
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert f"no report: cannot write {tmp_path}/run/training.png: File too large" in stderr
+    assert "report: " not in stdout
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"result.json", "metrics.jsonl", "memory.jsonl"} <= left
+    assert not {name for name in left if name.startswith(("report", "training", "memory.png"))}
 
 
 def free_port() -> int:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 # A module imports only from layers above its own, and within its own layer. Longest prefix wins.
 LAYERS = [
     ["patches"],
+    ["trainer.files"],
     ["trainer.tasks", "trainer.algo", "trainer.report.units", "trainer.report.records"],
     ["trainer.launch_environment", "trainer.objectives", "trainer.nodes", "trainer.preemption"],
     ["trainer.tokenizer", "trainer.limits", "trainer.memory_rules", "trainer.speed_rules", "trainer.parallel_rules"],
