@@ -39,7 +39,11 @@ def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def kill_worker_after(process: subprocess.Popen, run: Path, step: int) -> None:
-    wait_until(checkpoint_of(run, step).exists, process)
+    def is_latest() -> bool:  # a moment after it exists
+        latest = folder.latest(run)
+        return latest is not None and int(latest.name.removeprefix("step_")) >= step
+
+    wait_until(is_latest, process)
     (worker,) = workers_of(process)
     worker.kill()
 
