@@ -25,12 +25,13 @@ from trainer import jobs, objectives
 from trainer.attempts import exit_if_asked, launch_attempts
 from trainer.checkpoint import folder as checkpoints
 from trainer.config import Config
+from trainer.files import UnwritableFile
 from trainer.hints import hint_for
 from trainer.launch import WorkerError
 from trainer.nodes import Nodes, find_nodes
 from trainer.plan.fit import check_fits
 from trainer.plan.footprint import footprint, plan_rows
-from trainer.report import MEMORY_FILE, METRICS_FILE, final_tables, plan_table, read_records
+from trainer.report import MEMORY_FILE, METRICS_FILE, REPORT_FILE, final_tables, plan_table, read_records
 from trainer.rules import make_task
 from trainer.tokenizer import vocab_size_of
 
@@ -57,7 +58,7 @@ def hydra_job(composed: DictConfig) -> float | tuple[float, ...]:
             config = configuration.to_config(composed)
             results = run_job(config, directory, Console())
             return objectives.values(results, names=config.objective)
-        except (ValueError, ImportError, OmegaConfBaseException, WorkerError) as error:
+        except (ValueError, ImportError, OmegaConfBaseException, WorkerError, UnwritableFile) as error:
             message = _message(error)
         print(f"error: {message}", file=sys.stderr)
         jobs.write_failure(directory, message)
@@ -102,7 +103,8 @@ def _run_held(
     metrics, memory = read_records(directory / METRICS_FILE), read_records(directory / MEMORY_FILE)
     for table in final_tables(metrics, memory, plan=plan):
         console.print(table)
-    console.print(f"report: {directory / 'report.md'}", soft_wrap=True)
+    if (directory / REPORT_FILE).exists():  # a worker that could not write it has said so
+        console.print(f"report: {directory / REPORT_FILE}", soft_wrap=True)
     results = objectives.of_record(record)
     jobs.write_result(directory, results)
     exit_if_asked(directory)

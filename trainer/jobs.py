@@ -10,10 +10,9 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from hydra.experimental.callback import Callback
 
 from trainer.checkpoint import folder as checkpoints
 from trainer.config import Config, decisive, to_plain
+from trainer.files import UnwritableFile, write_whole
 from trainer.report import MEMORY_FILE, METRICS_FILE, Table
 from trainer.report.compare import find_runs, read_overrides
 from trainer.report.records import CONFIG_FILE, RESULT_FILE
@@ -92,29 +92,31 @@ def claim(directory: Path, config: Config, checkpoint: Path | None) -> None:
 
     The record files begin with those of the run that goes on. Without a checkpoint they are new: what a job left behind
     when it was cut off is removed.
+
+    Raises:
+        UnwritableFile: e.g. because the disk is full.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / FAILURE_FILE).unlink(missing_ok=True)
     if not (directory / CONFIG_FILE).exists():
-        (directory / CONFIG_FILE).write_text(json.dumps(to_plain(config), indent=2) + "\n")
+        write_whole(directory / CONFIG_FILE, json.dumps(to_plain(config), indent=2) + "\n")
     for name in (METRICS_FILE, MEMORY_FILE):
         if checkpoint is None:
             (directory / name).unlink(missing_ok=True)
         elif not (directory / name).exists() and (checkpoint.parent.parent / name).exists():
-            shutil.copyfile(checkpoint.parent.parent / name, directory / name)
+            write_whole(directory / name, (checkpoint.parent.parent / name).read_bytes())
 
 
 def write_result(directory: Path, result: dict[str, Any]) -> None:
-    """Mark the job as finished. ``result``: plain values. The file is complete or absent."""
-    unfinished = directory / f"{RESULT_FILE}.tmp"
-    unfinished.write_text(json.dumps(result, indent=2) + "\n")
-    os.replace(unfinished, directory / RESULT_FILE)
+    """Mark the job as finished. ``result``: plain values."""
+    write_whole(directory / RESULT_FILE, json.dumps(result, indent=2) + "\n")
 
 
 def write_failure(directory: Path, message: str) -> None:
-    """Note why the job has not finished; its next start removes the note."""
+    """Note why the job has not finished, unless the disk is full; its next start removes the note."""
     if directory.is_dir():
-        (directory / FAILURE_FILE).write_text(f"{message}\n", errors="backslashreplace")
+        with suppress(UnwritableFile):
+            write_whole(directory / FAILURE_FILE, f"{message}\n")
 
 
 @contextmanager

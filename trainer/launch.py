@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,6 +40,7 @@ from trainer.nodes import Nodes
 _SECONDS_BETWEEN_RAISE_AND_EXIT = 1.0
 _SECONDS_TO_MEET = 1200  # longer than collectives wait, after which workers of other nodes notice a failure at last
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # for which elastic sets handlers
+_FULL_DISK_BYTES = 2**20  # with less than this free a worker's error may not have been written
 _ONE_NODE = Nodes()
 _ELASTIC_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
@@ -181,10 +183,14 @@ def _record_and_exit(error: BaseException, path: Path) -> NoReturn:
     """Write the error down, then end without finalizers, which can hang on a broken process group."""
     summary = f"{type(error).__name__}: {error}".splitlines()[0]
     text = "\n".join([summary, "", *traceback.format_exception(error)])
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # of a full disk
+        try:
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        except OSError:
+            print(summary)  # rank 0's stdout need not be a file
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
     time.sleep(_SECONDS_BETWEEN_RAISE_AND_EXIT)
     os._exit(1)
 
@@ -192,7 +198,7 @@ def _record_and_exit(error: BaseException, path: Path) -> NoReturn:
 def _describe(error: ChildFailedError, *, ranks: range, world_size: int, log_dir: Path) -> str:
     """Blame the rank that elastic saw die or, if that one raised, the rank that raised first."""
     rank, failure = error.get_first_failure()
-    tracebacks = {r: path for r in ranks if (path := _traceback_path(log_dir, r)).exists()}
+    tracebacks = {r: path for r in ranks if _lines(path := _traceback_path(log_dir, r))}
     if rank in tracebacks:
         rank, path = min(tracebacks.items(), key=lambda item: item[1].stat().st_mtime_ns)
         end = f"failed (exit code 1): {_lines(path)[0]}\n  traceback: {path}"
@@ -203,6 +209,8 @@ def _describe(error: ChildFailedError, *, ranks: range, world_size: int, log_dir
             end += ", often the system running out of host memory"
     else:
         end = f"ended with exit code {failure.exitcode} and no Python exception"
+        if shutil.disk_usage(log_dir).free < _FULL_DISK_BYTES:
+            end += f"; the disk of {log_dir} is full"
     path = _log_path(log_dir, rank)
     last_line = (_lines(path) or ["(nothing)"])[-1]
     return f"rank {rank} of {world_size} {end}\n  last line of its log: {last_line}\n  log: {path}"

@@ -11,6 +11,7 @@ import torch
 
 import patches
 from patches import reloadable_groups
+from trainer import node_settings
 from trainer.config import Config, ParallelConfig
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -40,12 +41,21 @@ def set_up(config: Config) -> list[str]:
 
 
 def set_up_process_groups(config: Config) -> None:
-    """Default group and Megatron's groups; ranks and addresses come from the environment that the launcher set."""
+    """Default group and Megatron's groups; ranks and addresses come from the environment that the launcher set.
+
+    Raises:
+        ValueError: several nodes have different settings.
+    """
     backend = "gloo" if config.platform.name == "cpu" else "nccl"
     if config.offload.destroy_process_groups:
         backend = reloadable_groups.register(backend)
     # Without device_id NCCL makes communicators on first use; with it, one for each of Megatron's many groups at once.
-    torch.distributed.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    meeting = {}
+    if config.launch.nnodes > 1:
+        store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+        node_settings.require_same(config, store)
+        meeting = {"store": store, "rank": rank, "world_size": world_size}
+    torch.distributed.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **meeting)
     set_up_parallel_groups(config.parallel)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from torch import distributed
 from trainer import platform
 from trainer.checkpoint import folder
 from trainer.config import Config, to_plain
+from trainer.files import UnwritableFile
 from trainer.plan import make_plan
 from trainer.plan.footprint import footprint, plan_rows
 from trainer.rules import make_task
@@ -79,16 +81,16 @@ def run(job: Job) -> dict[str, Any]:
         if job.config.export_hf:
             export(parts, job.directory / "hf_model" if is_writer else None)
     if is_writer:
-        write_report(
-            job.directory,
-            config=to_plain(job.config),
-            summary={
-                "platform": platform.describe(job.config),
-                "attention": _attention(job.config),
-                "patches": ", ".join(line.partition(":")[0] for line in patch_lines),
-            },
-            plan=plan_rows(footprint(job.config, vocab_size=parts.vocab_size, stage=0)),  # the writer's own
-        )
+        summary = {
+            "platform": platform.describe(job.config),
+            "attention": _attention(job.config),
+            "patches": ", ".join(line.partition(":")[0] for line in patch_lines),
+        }
+        plan = plan_rows(footprint(job.config, vocab_size=parts.vocab_size, stage=0))  # the writer's own
+        try:
+            write_report(job.directory, config=to_plain(job.config), summary=summary, plan=plan)
+        except UnwritableFile as error:  # the job has finished all the same: its records are whole
+            print(f"no report: {error}", file=sys.stderr)
     return result
 
 

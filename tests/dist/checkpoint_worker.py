@@ -1,9 +1,7 @@
 """The rank that runs small jobs with checkpoints, one after the other; used by test_checkpoint."""
 
 import hashlib
-import resource
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,8 @@ import torch
 from torch import distributed
 
 import patches
+from tests.dist.invariance_worker import FAULTS
+from tests.full_disk import largest_file
 from tests.recording import lasting, recorded
 from trainer import platform, worker
 from trainer.config import Config
@@ -21,7 +21,7 @@ from trainer.phases import Phases
 @dataclass(frozen=True)
 class Case:
     """One job. ``copy_only``: no step, the restored state is saved again at once. ``disk_bytes``: no file may be
-    larger."""
+    larger. ``fault``: one of ``invariance_worker.FAULTS``."""
 
     name: str
     config: Config
@@ -29,6 +29,7 @@ class Case:
     resume_from: Path | None = None
     copy_only: bool = False
     disk_bytes: int | None = None
+    fault: str | None = None
 
 
 def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
         patches.revert("cpu_saver")  # a fresh saver for each run
         patches.apply("cpu_saver")
         platform.set_up_parallel_groups(case.config.parallel)
-        with _largest_file(case.disk_bytes):
+        with largest_file(case.disk_bytes), FAULTS[case.fault]():
             results[case.name] = _run(case)
     return results
 
@@ -87,15 +88,3 @@ def _check_ranks_agree(run: Any) -> None:
             digests: list[Any] = [None] * distributed.get_world_size()
             distributed.all_gather_object(digests, hashlib.sha256(found).hexdigest())
             assert len(set(digests)) == 1, (role.name, tag)
-
-
-@contextmanager
-def _largest_file(size_bytes: int | None) -> Iterator[None]:
-    """Writing beyond fails as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        if size_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.roles import (
     weights_of,
 )
 from trainer import metrics, platform, step
+from trainer import role as role_module
 from trainer.rules_algo import make_estimator
 from trainer.distributed import data_parallel_rank, data_parallel_size
 from trainer.experience import add_advantages
@@ -140,9 +141,9 @@ def advantages_without_a_critic() -> dict[str, Tensor]:
 
 
 def all_ranks_hold(role: Role) -> str:
-    """Digest of the role's awake weights, which is the same on every rank."""
+    """Digest of the role's awake weights, which is the same on every rank and for every order of registration."""
     digest = hashlib.sha256()
-    for tensor in weights_of(role).values():
+    for _, tensor in sorted(weights_of(role).items()):
         digest.update(tensor.contiguous().view(torch.uint8).numpy())
     digests: list[Any] = [None] * data_parallel_size()
     distributed.all_gather_object(digests, digest.hexdigest())
@@ -184,19 +185,38 @@ def small_buckets() -> Iterator[None]:
         build.DistributedDataParallelConfig = original  # type: ignore[misc]
 
 
+@contextmanager
+def reversed_registration() -> Iterator[None]:
+    """The model knows its parts in the opposite order of its forward pass, so Megatron gathers them in that one."""
+    original = role_module.wrap_ddp
+
+    def wrap(gpt: Any, *arguments: Any, **options: Any) -> Any:
+        for name in reversed(list(gpt._modules)):
+            gpt._modules[name] = gpt._modules.pop(name)
+        assert next(gpt.named_parameters())[0] == "output_layer.weight"
+        return original(gpt, *arguments, **options)
+
+    role_module.wrap_ddp = wrap
+    try:
+        yield
+    finally:
+        role_module.wrap_ddp = original
+
+
 def overlap_in_several_buckets() -> dict[str, Any]:
     """Losses and weights of steps between which the actor sleeps, wakes up as the reference and as itself."""
-    cases = {
+    cases: dict[str, tuple[str, ...]] = {
         "plain": ("offload=none",),
         "overlap": ("offload=none", *OVERLAP),
         "overlap_lean": ("memory=lean", *OVERLAP),
         "overlap_rebuild": ("memory=rebuild", *OVERLAP),
         "overlap_sharded": ("memory=lean", "memory.tags=sharded", *OVERLAP),
+        "overlap_rebuild_reversed": ("memory=rebuild", *OVERLAP),
     }
     results = {}
     for case, overrides in cases.items():
         fresh_saver()
-        with small_buckets():
+        with small_buckets(), reversed_registration() if case.endswith("reversed") else nullcontext():
             role = make_role("actor", "optimizer.clip_grad=0", *overrides)
         role.copy_to_tag("ref")
         buckets, losses = [len(buffer.buckets) for buffer in ddp_buffers(role)], []

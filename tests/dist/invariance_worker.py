@@ -4,6 +4,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import distributed
+
 import patches
 from tests.recording import lasting, recorded
 from trainer import platform, worker
@@ -130,9 +133,37 @@ def _late_copies() -> Iterator[None]:
         regions.ArenaKeeper = ArenaKeeper
 
 
+@contextmanager
+def _infinite_gradient() -> Iterator[None]:
+    """The critic's first optimizer step meets an infinite gradient on the last rank."""
+    from trainer import step
+
+    original = step.train_minibatch
+    is_due = distributed.get_rank() == distributed.get_world_size() - 1
+
+    def train_minibatch(role: Any, *arguments: Any, **options: Any) -> dict[str, float]:
+        nonlocal is_due
+        if not is_due or role.name != "critic":
+            return original(role, *arguments, **options)
+        is_due = False
+        parameter = next(role.chunks[0].parameters())
+        hook = parameter.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+        try:
+            return original(role, *arguments, **options)
+        finally:
+            hook.remove()
+
+    step.train_minibatch = train_minibatch
+    try:
+        yield
+    finally:
+        step.train_minibatch = original
+
+
 FAULTS: dict[str | None, Callable[[], Any]] = {
     None: _no_fault,
     "without_switch_model": _without_switch_model,
     "critic_flag_forced": _critic_flag_forced,
     "late_copies": _late_copies,
+    "infinite_gradient": _infinite_gradient,
 }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -43,6 +44,9 @@ def fail(payload: dict) -> dict:
         match payload["how"]:
             case "raise":
                 raise LookupError("no such bear\nsecond line")
+            case "full disk":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+                raise LookupError("that nobody can write down")
             case "os._exit":
                 os._exit(7)
             case "SIGKILL":

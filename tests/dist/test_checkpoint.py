@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import signal
 import time
 from pathlib import Path
@@ -61,7 +62,11 @@ def test_resumed_is_unbroken(nproc, tmp_path):
     full = Case("full", configs["lean"], tmp_path / "lean", checkpoint_of(tmp_path / "lean", 1), disk_bytes=100_000)
     best = ("checkpoint.keep_best=true", "checkpoint.keep_last=1", "checkpoint.async_save=true")
     evaluated = Case("best", config_of(*common, *best), tmp_path / "best")
-    results = launch_cases([*unbroken, *resumed, full, evaluated], nproc=nproc, log_dir=tmp_path / "logs")
+    skipped = Case("skipped", configs["lean"], tmp_path / "skipped", fault="infinite_gradient")
+    saved = checkpoint_of(skipped.directory, 1)
+    after_skip = Case("after_skip", configs["rebuild"], tmp_path / "after_skip", saved)
+    cases = [*unbroken, *resumed, full, evaluated, *([skipped, after_skip] if nproc == 2 else [])]
+    results = launch_cases(cases, nproc=nproc, log_dir=tmp_path / "logs")
 
     expected = results["none"]["metrics"]
     assert [record["step"] for record in expected] == [0, 1, 2, 3]
@@ -85,10 +90,29 @@ def test_resumed_is_unbroken(nproc, tmp_path):
     assert kept == checkpoint_of(tmp_path / "best", accuracies.index(max(accuracies)))
     assert {kept.name, "step_3"} == {path.name for path in (tmp_path / "best" / "checkpoints").glob("step_*")}
 
+    if nproc == 2:
+        assert results["after_skip"]["metrics"] == results["skipped"]["metrics"][2:]
+        assert files(checkpoint_of(after_skip.directory, 3)) == files(checkpoint_of(skipped.directory, 3))
+        check_skipped_step(tmp_path, results["skipped"]["metrics"], expected)
+
     assert results["full"]["metrics"] == expected[2:]
     assert [note[:24] for note in results["full"]["notes"]] == ["no checkpoint of step 2:", "no checkpoint of step 3:"]
     assert list((tmp_path / "lean" / "checkpoints").glob("*.tmp")) == []
     assert folder.read(checkpoint_of(tmp_path / "lean", 3)).step == 3
+
+
+def check_skipped_step(directory: Path, records: list[dict], expected: list[dict]) -> None:
+    """The first of the critic's two optimizer steps of step 1 was skipped on both ranks since one had an infinite
+    gradient: it is counted, no number is infinite, the learning rates are those of the run without it."""
+    assert [record.keys() for record in records] == [record.keys() for record in expected]
+    assert [record["critic/skipped_steps"] for record in records[1:]] == [1.0, 0.0, 0.0]
+    assert all(math.isfinite(x) for record in records for x in record.values() if isinstance(x, float))
+    for name in ("actor/lr", "critic/lr"):
+        assert [record[name] for record in records[1:]] == [record[name] for record in expected[1:]]
+    with_skip, without = (folder.read(checkpoint_of(directory / name, 3)) for name in ("skipped", "none"))
+    assert with_skip.schedule_steps == without.schedule_steps
+    assert with_skip.optimizer_steps == without.optimizer_steps | {"critic": without.optimizer_steps["critic"] - 1}
+    assert records[-1]["weights_sha256/critic"] != expected[-1]["weights_sha256/critic"]
 
 
 # An odd number of embedding rows, one more than there are tokens; tied ones lie on two pipeline stages.

@@ -74,7 +74,7 @@ def test_every_rank_holds_the_same_weights_after_load_wake_up_and_step(results, 
 def test_parameters_gathered_in_several_buckets_survive_sleep(results, ranks):
     cases = results[ranks]["overlap_in_several_buckets"]
     assert cases["plain"][0] == [1]
-    for case in ("overlap", "overlap_lean", "overlap_rebuild", "overlap_sharded"):
+    for case in ("overlap", "overlap_lean", "overlap_rebuild", "overlap_sharded", "overlap_rebuild_reversed"):
         (buckets,), losses, weights = cases[case]
         assert buckets >= 3
         assert losses == cases["plain"][1], case

@@ -14,6 +14,8 @@ import pytest
 from tests.checkpoints import files
 from tests.dist.test_checkpoint import checkpoint_of
 from tests.dist.test_command_line import SHORT, lasting_metrics, start, torpor
+from trainer.checkpoint import folder
+from trainer.report import read_records
 
 RUN = (*SHORT, "algo.num_steps=5", "checkpoint.every_steps=1", "checkpoint.keep_last=9")
 
@@ -38,7 +40,11 @@ def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def kill_worker_after(process: subprocess.Popen, run: Path, step: int) -> None:
-    wait_until(checkpoint_of(run, step).exists, process)
+    def is_latest() -> bool:  # a moment after it exists
+        latest = folder.latest(run)
+        return latest is not None and int(latest.name.removeprefix("step_")) >= step
+
+    wait_until(is_latest, process)
     (worker,) = workers_of(process)
     worker.kill()
 
@@ -123,6 +129,43 @@ def test_sigterm_without_checkpoints_ends_at_once_and_says_what_is_lost(tmp_path
     assert "SIGTERM: ended at once, and nothing is saved (checkpoint.every_steps=<number> saves checkpoints)" in stderr
 
 
+def test_a_full_disk_ends_the_run_before_the_step_is_saved_and_names_the_file(tmp_path, unbroken):
+    """No file can grow beyond what memory.jsonl has; with room again the same command goes on without a gap."""
+    run = tmp_path / "run"
+    process = start(tmp_path, *RUN, "hydra.run.dir=run")
+    wait_until(checkpoint_of(run, 1).exists, process)
+    (worker,) = workers_of(process)
+    size_bytes = (run / "memory.jsonl").stat().st_size
+    worker.rlimit(psutil.RLIMIT_FSIZE, (size_bytes, size_bytes))
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    message = f"UnwritableFile: cannot write {run}/memory.jsonl: File too large"
+    assert f"error: rank 0 of 1 failed (exit code 1): {message}\n" in stderr
+    assert lasting_metrics(run)[-1]["step"] < 5
+    saved = folder.latest(run)
+    assert saved is not None
+    assert folder.read(saved).step in {record["step"] for record in lasting_metrics(run)}
+    again = torpor(tmp_path, *RUN, "hydra.run.dir=run")
+    assert again.code == 0, again.stderr
+    assert f"goes on from {saved}" in again.stdout
+    assert_same_end(run, unbroken)
+    steps = {record["step"] for record in read_records(run / "memory.jsonl")}
+    assert steps == set(range(6))
+
+
+def test_a_job_whose_report_cannot_be_written_has_finished(tmp_path):
+    """The figures are larger than any file may be, the records are not."""
+    process = start(tmp_path, *SHORT, "hydra.run.dir=run")
+    psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (60_000, 60_000))
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert f"no report: cannot write {tmp_path}/run/training.png: File too large" in stderr
+    assert "report: " not in stdout
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"result.json", "metrics.jsonl", "memory.jsonl"} <= left
+    assert not {name for name in left if name.startswith(("report", "training", "memory.png"))}
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -152,3 +195,19 @@ def test_two_nodes_are_one_job_also_after_a_worker_was_killed(tmp_path):
     assert {path.name for path in (tmp_path / "two" / "logs").glob("rank_*.log")} == {"rank_0.log", "rank_1.log"}
     assert not (tmp_path / "two" / "failure.txt").exists()
     assert {path.parent.name for path in tmp_path.rglob(".hydra")} == {"one", "two"}  # of two workers or nodes: one
+
+
+def test_nodes_with_different_settings_are_told_which(tmp_path):
+    """But for threads, which each host counts for itself."""
+    two = ("launch.nnodes=2", f"launch.rdzv_endpoint=127.0.0.1:{free_port()}", "hydra.run.dir=two")
+    own = (("launch.node_rank=0", "seed=1"), ("launch.node_rank=1", "seed=2", "launch.threads_per_worker=2"))
+    nodes = [start(tmp_path, *RUN, *two, *settings) for settings in own]
+    for rank, node in enumerate(nodes):
+        _, stderr = node.communicate(timeout=200)
+        assert node.returncode == 1
+        (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
+        assert line.startswith(f"error: rank {rank} of 2 failed (exit code 1): ValueError: the nodes of this job have")
+        assert " different settings: seed=1 on node 0, seed=2 on node 1; " in line
+        assert ". Give all nodes the same command, " in line
+        assert "threads_per_worker" not in line
+    assert not (tmp_path / "two" / "metrics.jsonl").exists()

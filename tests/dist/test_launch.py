@@ -136,6 +136,7 @@ def test_an_exception_is_blamed_and_the_next_job_runs(tmp_path, monkeypatch):
     [
         ("os._exit", 1, "rank 1 of 2 ended with exit code 7 and no Python exception"),
         ("SIGKILL", 1, "rank 1 of 2 was killed by signal 9 (SIGKILL)"),
+        ("full disk", 1, "rank 1 of 2 ended with exit code 1 and no Python exception"),
         ("SystemExit", 0, "rank 0 of 2 failed (exit code 1): SystemExit: 0"),
     ],
 )

@@ -1,10 +1,13 @@
 """The same sweep under other launchers and a sweeper that searches: real jobs, their numbers, states and skips."""
 
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.dist.test_command_line import SHORT, Done, lasting_metrics, start, torpor
+from tests.dist.test_faults import wait_until, workers_of
 
 optuna = pytest.importorskip("optuna", reason="pip install 'torpor[joblib,submitit,optuna]'")
 PARALLEL = ("-m", *SHORT, "seed=1,2", "hydra/launcher=parallel", "hydra.sweep.dir=sweep")
@@ -85,3 +88,27 @@ def test_a_sweep_again_under_another_launcher_skips_what_has_finished(sweeps):
     for number in "01":
         output = (done.directory / "sweep" / number / "output.log").read_text()
         assert output.endswith(f"finished already: {done.directory}/sweep/{number}\n")
+
+
+def has_started(process: subprocess.Popen) -> bool:
+    children = psutil.Process(process.pid).children()
+    return sum("popen_loky" in " ".join(child.cmdline()) for child in children) == 2
+
+
+def trains(process: subprocess.Popen) -> bool:
+    return len(workers_of(process)) == 2
+
+
+@pytest.mark.parametrize("condition", [has_started, trains])
+def test_a_killed_parallel_sweep_takes_its_processes_along(condition, tmp_path):
+    """Also those that it has just started, which have no job yet."""
+    process = start(tmp_path, *PARALLEL, "algo.num_steps=5000")
+    wait_until(lambda: condition(process), process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 2
+    process.kill()
+    survivors = psutil.wait_procs(family, timeout=20)[1]
+    for survivor in survivors:
+        survivor.kill()
+    process.communicate()
+    assert survivors == []

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 # A module imports only from layers above its own, and within its own layer. Longest prefix wins.
 LAYERS = [
     ["patches"],
+    ["trainer.files"],
     ["trainer.tasks", "trainer.algo", "trainer.report.units", "trainer.report.records"],
     ["trainer.launch_environment", "trainer.objectives", "trainer.nodes", "trainer.preemption"],
     ["trainer.tokenizer", "trainer.limits", "trainer.memory_rules", "trainer.speed_rules", "trainer.parallel_rules"],
@@ -32,6 +33,7 @@ LAYERS = [
     ],
     [
         "trainer.platform",
+        "trainer.node_settings",
         "trainer.distributed",
         "trainer.phases",
         "trainer.diagnostics",
@@ -54,7 +56,7 @@ LAYERS = [
     ],
     ["trainer.report"],
     ["trainer.loop"],
-    ["trainer.worker", "trainer.launch", "trainer.jobs"],
+    ["trainer.worker", "trainer.launch", "trainer.jobs", "trainer.sweep_processes"],
     ["trainer.attempts", "trainer.hydra_job"],
     ["trainer.__main__", "trainer.plan.__main__", "trainer.bench"],
 ]
@@ -129,7 +131,8 @@ def test_who_imports_what():
         module for module in MODULES if module.startswith("trainer.bench.")
     }
     assert importers_of("omegaconf") - mains == {"trainer.config"}
-    assert importers_of("hydra") - mains <= {"trainer.config", "trainer.rules", "trainer.rules_algo", "trainer.jobs"}
+    callbacks = {"trainer.jobs", "trainer.sweep_processes"}
+    assert importers_of("hydra") - mains <= {"trainer.config", "trainer.rules", "trainer.rules_algo"} | callbacks
     allowed = {"trainer.launch_environment"}
     users = {
         m

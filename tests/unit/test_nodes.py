@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from tests.composing import SMALL, config_of
+from trainer.node_settings import differences
 from trainer.nodes import Nodes, find_nodes, first_host
 from trainer.plan.footprint import footprint
 
@@ -96,3 +97,14 @@ def test_the_plan_of_a_node_has_the_nodes_share_of_the_ranks():
     assert (one.ranks, two.ranks) == (4, 2)
     assert one.holdings == two.holdings
     assert two.node_host_peak_bytes * 2 == one.node_host_peak_bytes
+
+
+def test_what_nodes_have_different_is_named_with_who_has_it():
+    same = {"seed": 1, "model.path": None, "offload.train": True}
+    assert differences({0: same, 1: dict(same)}) == []
+    second, third, fourth = same | {"seed": 2, "model.path": "m"}, same | {"seed": 2}, same | {"x": 1}
+    assert differences({2: third, 0: same, 1: second, 3: fourth}) == [
+        "seed=1 on nodes 0 and 3, seed=2 on nodes 1 and 2",
+        "model.path=null on nodes 0, 2 and 3, model.path=m on node 1",
+        "no x on nodes 0, 1 and 2, x=1 on node 3",
+    ]

@@ -4,7 +4,7 @@ The report is made from the two record files, so it can be written again for a f
 Importing this package imports neither torch nor matplotlib: those wait until they are asked for.
 """
 
-from trainer.report.document import write_report
+from trainer.report.document import REPORT_FILE, write_report
 from trainer.report.loggers import Logger, open_loggers
 from trainer.report.progress import Progress
 from trainer.report.records import MEMORY_FILE, METRICS_FILE, Record, RunRecords, read_records
@@ -13,6 +13,7 @@ from trainer.report.tables import Table, final_tables, plan_table
 __all__ = [
     "MEMORY_FILE",
     "METRICS_FILE",
+    "REPORT_FILE",
     "Logger",
     "Progress",
     "Record",

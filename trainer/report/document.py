@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.files import write_whole
 from trainer.report.records import MEMORY_FILE, METRICS_FILE, Record, read_records
 from trainer.report.tables import final_tables, plan_table
 from trainer.report.units import format_setting, leaves
@@ -29,6 +30,7 @@ def write_report(
 
     Raises:
         FileNotFoundError: the directory holds no record files.
+        UnwritableFile: e.g. because the disk is full.
     """
     from trainer.report import figures  # matplotlib waits until a report is written
 
@@ -44,5 +46,5 @@ def write_report(
     settings = [f"{key}={format_setting(value)}" for key, value in leaves(config)]
     parts.append("\n".join(["## Config", "", "```", *settings, "```"]))
     path = directory / REPORT_FILE
-    path.write_text("\n\n".join(part for part in parts if part) + "\n")
+    write_whole(path, "\n\n".join(part for part in parts if part) + "\n")
     return path

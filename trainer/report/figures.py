@@ -1,5 +1,6 @@
 """The two figures of a run. Phases are shaded in Paul Tol's "muted" scheme, "Colour Schemes" (2021)."""
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -7,8 +8,10 @@ from typing import NamedTuple
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from trainer.files import write_whole
 from trainer.report.drawing import (
     BLUE,
     GREEN,
@@ -52,8 +55,14 @@ def draw_training(metrics: Sequence[Record], path: Path) -> bool:
             _draw_metric(middle, steps, "response_length", "Response length", "tokens", GREEN)
         _draw_metric(entropy, steps, "entropy", "Entropy", "nats per token", PURPLE)
         _draw_accuracy(figure.add_subplot(grid[0, 2]), metrics)
-        figure.savefig(path)
+        _save(figure, path)
     return True
+
+
+def _save(figure: Figure, path: Path) -> None:
+    png = io.BytesIO()
+    figure.savefig(png)
+    write_whole(path, png.getvalue())
 
 
 def _draw_metric(axes: Axes, records: Sequence[Record], key: str, title: str, label: str, color: str) -> None:
@@ -142,7 +151,7 @@ def draw_memory(memory: Sequence[Record], path: Path) -> bool:
         names = dict.fromkeys(sample.phase for sample in last_step[1:])
         patches = [Patch(color=_phase_color(i), alpha=_SHADE, label=name) for i, name in enumerate(names)]
         figure.legend(handles=patches, loc="outside lower center", ncols=min(5, len(names)), fontsize=9)
-        figure.savefig(path)
+        _save(figure, path)
     return True
 
 

@@ -22,10 +22,11 @@ What JSON cannot say (NaN, infinities) and what is not known is null; floats kee
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
+
+from trainer.files import naming, write_whole
 
 Record = Mapping[str, Any]
 
@@ -46,27 +47,29 @@ class RunRecords:
 
     A run that goes on from a checkpoint gives `resumed_after`, the last step in that checkpoint. Records of
     later steps, which the interrupted run had still written, are dropped: the files read like those of an
-    unbroken run.
+    unbroken run. A step is recorded before its checkpoint is saved.
+
+    Raises:
+        UnwritableFile: by every method, e.g. because the disk is full.
     """
 
     def __init__(self, directory: Path, *, resumed_after: int | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         for name in (METRICS_FILE, MEMORY_FILE):
             _mend(directory / name, resumed_after=resumed_after)
-        self._metrics = (directory / METRICS_FILE).open("a")
-        self._memory = (directory / MEMORY_FILE).open("a")
+        self._metrics = _open(directory / METRICS_FILE)
+        self._memory = _open(directory / MEMORY_FILE)
 
     def metrics(self, record: Record) -> None:
-        self._metrics.write(_line(record))
-        self._metrics.flush()
+        _append(self._metrics, record)
 
     def memory(self, record: Record) -> None:
-        self._memory.write(_line(record))
-        self._memory.flush()
+        _append(self._memory, record)
 
     def close(self) -> None:
-        self._metrics.close()
-        self._memory.close()
+        for file in (self._metrics, self._memory):
+            with naming(Path(file.name)):  # it tries once more to write what it could not
+                file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -80,9 +83,19 @@ def _mend(path: Path, *, resumed_after: int | None) -> None:
     if not path.exists():
         return
     kept = [r for r in read_records(path) if resumed_after is None or r["step"] <= resumed_after]
-    mended = path.with_suffix(".mended")
-    mended.write_text("".join(map(_line, kept)))
-    os.replace(mended, path)
+    write_whole(path, "".join(map(_line, kept)))
+
+
+def _open(path: Path) -> TextIO:
+    with naming(path):
+        return path.open("a")
+
+
+def _append(file: TextIO, record: Record) -> None:
+    line = _line(record)
+    with naming(Path(file.name)):
+        file.write(line)
+        file.flush()
 
 
 def _line(record: Record) -> str:
