@@ -146,7 +146,7 @@ class TensorBackuper:
         if tag not in self._tags:
             self._tags[tag] = self._new_tag(tag, self._sources())
         for name, tensor in self._copies(tag).items():
-            tensor.copy_(self._layout.own_part(name, weights[name]))
+            tensor.copy_(self._layout.own_part(name, weights[name].contiguous()))
 
     def get(self, tag: str) -> Mapping[str, torch.Tensor]:
         """Name -> whole host tensor of a tag: a view into its arena or, where ranks share it, gathered when it is asked

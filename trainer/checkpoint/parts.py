@@ -58,8 +58,9 @@ class SavedWeights(Mapping[str, Tensor]):
         self._saved: dict[str, dict[int, Any]] = {}  # name -> tensor-parallel rank -> file
         for file in _opened(files):
             self._ranks = file.tensor_parallel_ranks
-            for name in file.tensors.keys():  # noqa: SIM118
-                self._saved.setdefault(name, {})[file.tensor_parallel_rank] = file.tensors
+            for name in set(file.tensors.keys()) & own.keys():
+                rank = _part_number(own[name], file.tensor_parallel_rank)
+                self._saved.setdefault(name, {})[rank] = file.tensors
 
     def __getitem__(self, name: str) -> Tensor:
         saved = self._saved[name]
@@ -80,12 +81,13 @@ def fill_shares(shares: Iterable[Share], files: Iterable[Path], *, own: Mapping[
     for file in _opened(files):
         ranks = file.tensor_parallel_ranks
         for name, start in (file.starts or {}).items():
-            # Without the distributed optimizer every data-parallel rank has saved the same.
-            pieces.setdefault(name, {}).setdefault(file.tensor_parallel_rank, {})[start] = file.tensors
+            if name in own:  # what several ranks have saved, as without the distributed optimizer, is the same
+                rank = _part_number(own[name], file.tensor_parallel_rank)
+                pieces.setdefault(name, {}).setdefault(rank, {})[start] = file.tensors
     group = tensor_parallel_group()
     for share in shares:
         if ranks == group.size():
-            of_rank = pieces[share.name][group.rank()]
+            of_rank = pieces[share.name][_part_number(own[share.name], group.rank())]
             filled = sum(_fill(share, saved, saved_start=start) for start, saved in of_rank.items())
             wanted = share.tensors["main"].numel()
             assert filled == wanted, f"{share.name}: {filled} of {wanted} elements are in the checkpoint"
@@ -120,12 +122,17 @@ def _fill_from_whole(share: Share, pieces: Mapping[int, Mapping[int, Any]], *, r
         tensor.copy_(part[share.start : share.start + tensor.numel()])
 
 
+def _part_number(own: Tensor, rank: int) -> int:
+    """Which part of a tensor the tensor-parallel rank has: 0 of one that is not cut, whichever ranks wrote it."""
+    return 0 if sharding_of(own).dim is None else rank
+
+
 def _own_part(sharding: Sharding, saved_ranks: int, part_of: Callable[[int], Tensor]) -> Tensor:
     """This rank's part of a tensor of which ``part_of(rank)`` is a saved one."""
     group = tensor_parallel_group()
-    if saved_ranks == group.size():
-        return part_of(group.rank())
     if sharding.dim is None:
         return part_of(0)
+    if saved_ranks == group.size():
+        return part_of(group.rank())
     whole = sharding.join([part_of(rank) for rank in range(saved_ranks)])
     return sharding.part(whole, rank=group.rank(), ranks=group.size())

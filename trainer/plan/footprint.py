@@ -171,7 +171,7 @@ def _checkpoint_bytes(config: Config, ranks: list[dict[str, RoleBytes]]) -> int:
     size = sum(sizes.kinds["optim"] + sizes.own_main for roles in ranks for sizes in roles.values())
     for roles in {id(roles): roles for roles in ranks}.values():  # of each pipeline stage
         for role, sizes in roles.items():
-            size += config.parallel.tp * sizes.weights * (2 if role == "actor" else 1)
+            size += sizes.stage_weights * (2 if role == "actor" else 1)
     return size
 
 
@@ -213,9 +213,11 @@ def _role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> I
 
 
 def _share_note(config: Config) -> str:
-    ranks = ranks_that_share_tags(config)
-    if ranks is None:
+    ranks, of_experts = ranks_that_share_tags(config)
+    if config.memory.tags != "sharded":
         return ""
+    if ranks != of_experts:
+        return f"each rank keeps {f'1/{ranks}' if ranks > 1 else 'all'}, of experts 1/{of_experts}"
     return f"each rank keeps 1/{ranks}" if ranks > 1 else "one rank alone keeps all of it"
 
 
@@ -295,7 +297,7 @@ def _saving(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> tuple[st
     copies = 0
     if not config.checkpoint.async_save:  # whose copy is counted on the node
         copies = max(weights, optim) if config.platform.name == "cuda" else 0
-        if role == "actor" and config.memory.tags == "sharded" and config.data_parallel_size > 1:
+        if role == "actor" and config.memory.tags == "sharded" and max(ranks_that_share_tags(config)) > 1:
             copies += (1 + has_own_tag) * sizes.weights  # tags of which each rank has a part are put together
     return state, 0 if is_awake_then else optim, copies
 
