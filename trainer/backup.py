@@ -26,6 +26,10 @@ class Layout(Protocol):
         """A view of this rank's part of ``tensor``."""
         ...
 
+    def start(self, name: str) -> int:
+        """The first element of that part in the flattened tensor."""
+        ...
+
     def complete(self) -> None:
         """Fill the source tensors from what every rank has restored into its parts."""
         ...
@@ -40,6 +44,9 @@ class WholeTensors:
 
     def own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+    def start(self, name: str) -> int:
+        return 0
 
     def complete(self) -> None:
         pass
@@ -141,18 +148,17 @@ class TensorBackuper:
         for name, tensor in self._copies(dst_tag).items():
             tensor.copy_(copies[name])
 
-    def put(self, tag: str, weights: Mapping[str, torch.Tensor]) -> None:
-        """Make ``tag`` (created if need be) hold ``weights``, which have the source tensors' names and shapes."""
-        if tag not in self._tags:
-            self._tags[tag] = self._new_tag(tag, self._sources())
-        for name, tensor in self._copies(tag).items():
-            tensor.copy_(self._layout.own_part(name, weights[name].contiguous()))
-
     def get(self, tag: str) -> Mapping[str, torch.Tensor]:
         """Name -> whole host tensor of a tag: a view into its arena or, where ranks share it, gathered when it is asked
         for. Then every rank of the data-parallel group must ask for the same names in the same order."""
         copies = self._copies(tag)
         return LazyTensors(tuple(copies), lambda name: self._layout.whole(name, copies[name]))
+
+    def parts(self, tag: str) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """(name, first element, what this rank keeps of the flattened tensor from there on) of every tensor of a tag,
+        views into its arena."""
+        for name, copy in self._copies(tag).items():
+            yield name, self._layout.start(name), copy.view(-1)
 
     def _copies(self, tag: str) -> dict[str, torch.Tensor]:
         """Name -> what this rank keeps of the tensor under ``tag``."""
@@ -194,5 +200,6 @@ def _check_same(sources: Mapping[str, torch.Tensor], copies: Mapping[str, torch.
 
 
 def _synchronize() -> None:
+    """Wait for the copies, and not for other streams, on which an optimizer state may be on its way."""
     if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()

@@ -21,6 +21,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from trainer.config import RoleConfig
 from trainer.models.build import DTYPES
 from trainer.models.param_shards import gather_params
+from trainer.models.sharding import Share
 
 _ALIGNMENT_ELEMENTS = 16  # 64 bytes of fp32: other offsets change the bits of CPU kernels
 _STATE_KEYS = ("exp_avg", "exp_avg_sq")
@@ -202,21 +203,9 @@ def learning_rate(optimizer: Any) -> float:
     return float(optimizer.param_groups[0]["lr"])
 
 
-@dataclass(frozen=True)
-class Share:
-    """What this rank's optimizer holds of one parameter: elements [start, start + n) of the flattened parameter.
-
-    Attributes:
-        tensors: ``main`` (the fp32 main param), ``exp_avg``, ``exp_avg_sq``, each [n] and a view of the state itself.
-    """
-
-    name: str
-    start: int
-    tensors: Mapping[str, torch.Tensor]
-
-
 def shares(optimizer: Any, params: Mapping[str, torch.Tensor]) -> Iterator[Share]:
-    """The shares of all optimized ones among ``params`` (name -> model tensor).
+    """The shares of all optimized ones among ``params`` (name -> model tensor): ``main`` (the fp32 main param),
+    ``exp_avg`` and ``exp_avg_sq``, views of the state itself.
 
     The distributed optimizer's own ``model_param_group_index_map`` is of no use here: it names the wrong main param
     where fp32 and bf16 parameters share a group, as in a critic with a value head in fp32.

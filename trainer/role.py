@@ -22,7 +22,7 @@ from trainer.memory.saver import Saver
 from trainer.models.build import build_chunks, drop_caches, move_rest, wrap_ddp
 from trainer.models.moe import drop_routing
 from trainer.models.param_shards import ParamShards
-from trainer.models.sharding import OwnParts, named_tensors
+from trainer.models.sharding import OwnParts, Share, named_tensors
 from trainer.plan import KINDS, Plan
 
 TRAINING = frozenset(KINDS)
@@ -68,7 +68,7 @@ class Role:
         self.optimizer, self._state = optimizers.build_optimizer(
             self.chunks, self.config, region=self._regions.region("optim")
         )
-        self._regions.keep_in_arena(self._state.flat, arenas=arenas)
+        self._regions.keep_in_arena(self._state.flat, main_size=self._state.main_size, arenas=arenas)
         self._set_param_hooks(enabled=False)
         self.backuper: TensorBackuper | None = None
         self._active_tag: str | None = name
@@ -144,23 +144,55 @@ class Role:
             self.sleep()
 
     @contextmanager
-    def readable(self) -> Iterator[tuple[Mapping[str, torch.Tensor], list[optimizers.Share]]]:
-        """(weights, this rank's shares of the optimizer state) as the last step left them, valid inside; asleep after.
+    def readable(self) -> Iterator[list[Share]]:
+        """This rank's shares of all that a checkpoint holds, as the last step left it, valid inside; asleep after.
 
-        What host memory holds of a sleeping role is read there, and only the rest wakes up. Weights that ranks share
-        are gathered when they are asked for (see :meth:`TensorBackuper.get`).
+        Their kinds are ``weights``, the backuper's further tags, and those of :func:`trainer.optimizer.shares`. What
+        host memory holds of a sleeping role is read there, and only the rest wakes up.
         """
-        flat, weights = self._regions.host_optimizer_state, None
+        flat, backed_up = self._regions.host_optimizer_state, None
         if self.backuper is not None and self.name in self.backuper.backup_tags and self.is_asleep("rest"):
-            weights = self.backuper.get(self.name)
+            backed_up = self.backuper.get(self.name)
         try:
-            self.wake_up(kinds=(FORWARD if weights is None else set()) | ({"optim"} if flat is None else set()))
+            self.wake_up(kinds=(FORWARD if backed_up is None else set()) | ({"optim"} if flat is None else set()))
+            if flat is None:
+                self._regions.wait_for_optimizer_state()
+                flat = self._state.flat
             own = dict(named_tensors(self.chunks))
-            found, flat = own if weights is None else weights, self._state.flat if flat is None else flat
-            shares = optimizers.shares(self.optimizer, own)
-            yield found, [self._state.share_in(flat, share, weights=found) for share in shares]
+            weights = _shares_of(own) if backed_up is None else self._shares_of_tag(self.name, kind="weights")
+            found = own if backed_up is None else backed_up
+            state = [
+                self._state.share_in(flat, share, weights=found) for share in optimizers.shares(self.optimizer, own)
+            ]
+            yield [*weights, *self._shares_of_further_tags(), *state]
         finally:
             self.sleep()
+
+    @contextmanager
+    def overwriting(self, *, tags: Collection[str]) -> Iterator[list[Share]]:
+        """The same of an awake role, to be filled inside, with ``tags`` as its further tags."""
+        self.require(TRAINING, tag=self.name)
+        self._regions.will_change()
+        self._regions.wait_for_optimizer_state()
+        for tag in tags:
+            assert self.backuper is not None, f"the {self.name} has no weights backuper, so no tags {tags}"
+            self.backuper.backup(tag)
+        own = dict(named_tensors(self.chunks))
+        yield [*_shares_of(own), *self._shares_of_further_tags(), *optimizers.shares(self.optimizer, own)]
+        self._trained_since_backup = True
+        self._backup_if_trained()
+
+    @property
+    def further_tags(self) -> list[str]:
+        """Of the weights backuper: those beside the role's own."""
+        return [tag for tag in self.backuper.backup_tags if tag != self.name] if self.backuper else []
+
+    def _shares_of_further_tags(self) -> list[Share]:
+        return [share for tag in self.further_tags for share in self._shares_of_tag(tag, kind=tag)]
+
+    def _shares_of_tag(self, tag: str, *, kind: str) -> list[Share]:
+        assert self.backuper is not None
+        return [Share(name, start, {kind: part}) for name, start, part in self.backuper.parts(tag)]
 
     def switch_to(self, tag: str) -> None:
         """Put the weights of ``tag`` into the awake parameters, e.g. "ref" and back to "actor"."""
@@ -183,6 +215,7 @@ class Role:
 
     def _rebuild_params(self) -> None:
         host_state = self._regions.host_optimizer_state
+        self._regions.wait_for_optimizer_state(main_params_only=True)
         with nullcontext() if host_state is None else self._state.main_params_from(host_state):
             optimizers.copy_main_to_model_params(self.optimizer, self.chunks)
 
@@ -281,6 +314,7 @@ class Role:
     def step(self) -> tuple[bool, float]:
         """Optimizer step on the gradients in the buffers -> (updated, gradient norm before clipping)."""
         self.require(TRAINING, tag=self.name)
+        self._regions.wait_for_optimizer_state()
         updated, grad_norm = optimizers.step(self.optimizer)
         self._trained_since_backup = True
         return updated, grad_norm
@@ -306,6 +340,7 @@ class Role:
         """
         self.require(TRAINING, tag=self.name)
         self._regions.will_change()
+        self._regions.wait_for_optimizer_state()
         own = dict(named_tensors(self.chunks))
         unknown = sorted(set(weights) - set(own))
         if unknown:
@@ -332,12 +367,17 @@ class Role:
     def weights_sha256(self) -> str:
         """SHA-256 (hex) of every model tensor and of the optimizer state of this rank."""
         self.require(TRAINING, tag=self.name)
+        self._regions.wait_for_optimizer_state()
         digest = hashlib.sha256()
         for name, tensor in named_tensors(self.chunks):
             digest.update(name.encode())
             digest.update(_bytes_of(tensor))
         digest.update(_bytes_of(self._state.flat))
         return digest.hexdigest()
+
+
+def _shares_of(weights: Mapping[str, torch.Tensor]) -> list[Share]:
+    return [Share(name, 0, {"weights": tensor.detach().view(-1)}) for name, tensor in weights.items()]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

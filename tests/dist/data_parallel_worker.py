@@ -228,7 +228,9 @@ def shared_tags() -> dict[str, Any]:
         role.copy_to_tag("ref")
         train(role)
         given = {name: tensor * 0.5 for name, tensor in weights_of(role).items()}
-        backuper.put("half", given)
+        backuper.backup("half")
+        for _, _, part in backuper.parts("half"):
+            part.mul_(0.5)
         backuper.copy(src_tag="half", dst_tag="half again")
         role.sleep()
         held = {tag: {name: t.clone() for name, t in backuper.get(tag).items()} for tag in backuper.backup_tags}

@@ -91,8 +91,48 @@ def _critic_flag_forced() -> Iterator[None]:
         role.wrap_ddp = original
 
 
+@contextmanager
+def _late_copies() -> Iterator[None]:
+    """Optimizer states are copied when somebody waits for it, and not before: as on a GPU at its slowest."""
+    from trainer.memory import regions
+    from trainer.memory.keeper import ArenaKeeper
+
+    class LateKeeper(ArenaKeeper):
+        saves = restores_main = restores_rest = False
+
+        def start_save(self) -> None:
+            self.wait()
+            self.saves = not self._is_saved
+            self._is_saved = True
+
+        def finish_save(self) -> None:
+            self.start_save()
+            self.wait()
+            self._is_saved = False
+
+        def start_restore(self) -> None:
+            self.restores_main = self.restores_rest = True
+
+        def wait(self, *, main_params_only: bool = False) -> None:
+            if self.saves:
+                self._copy.copy_(self._flat)
+            if self.restores_main:
+                self._flat[: self._main_size] = self._copy[: self._main_size]
+            self.saves = self.restores_main = False
+            if self.restores_rest and not main_params_only:
+                self._flat[self._main_size :] = self._copy[self._main_size :]
+                self.restores_rest = False
+
+    regions.ArenaKeeper = LateKeeper
+    try:
+        yield
+    finally:
+        regions.ArenaKeeper = ArenaKeeper
+
+
 FAULTS: dict[str | None, Callable[[], Any]] = {
     None: _no_fault,
     "without_switch_model": _without_switch_model,
     "critic_flag_forced": _critic_flag_forced,
+    "late_copies": _late_copies,
 }

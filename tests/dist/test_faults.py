@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.dist.test_checkpoint import checkpoint_of, files
+from tests.checkpoints import files
+from tests.dist.test_checkpoint import checkpoint_of
 from tests.dist.test_command_line import SHORT, lasting_metrics, start, torpor
 
 RUN = (*SHORT, "algo.num_steps=5", "checkpoint.every_steps=1", "checkpoint.keep_last=9")

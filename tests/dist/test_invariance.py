@@ -91,6 +91,14 @@ def test_tags_shared_by_the_ranks_restore_the_same_bits(nproc, tmp_path):
         assert numbers(results[name]) == numbers(results["none"]), name
 
 
+def test_copies_that_come_as_late_as_they_may_change_nothing(tmp_path):
+    """On a GPU an optimizer state comes back while the forward pass runs; nobody may read it before waiting for it."""
+    cases = {name: CASES[name] for name in ("none", "lean", "rebuild")}
+    results = run_cases(cases, nproc=1, log_dir=tmp_path, fault="late_copies")
+    for name in cases:
+        assert numbers(results[name]) == numbers(results["none"]), name
+
+
 @pytest.mark.parametrize("fault", ["without_switch_model", "critic_flag_forced"])
 def test_the_invariance_test_sees_a_missing_restore(fault, tmp_path):
     """With the restore left out, or the critic's only copy gone, the run computes with poison and not in silence."""

@@ -150,7 +150,8 @@ def wrong_calls(run: Any, directory: Path) -> dict[str, Any]:
 
 
 def storages(run: Any, directory: Path) -> dict[str, Any]:
-    """Bytes of every CUDA storage over 1 MiB that lies in no region, with all models awake."""
+    """Bytes of every CUDA storage over 1 MiB that lies in no region, with all models awake; whether the optimizer
+    state's host copy is page-locked."""
     import torch_memory_saver
 
     run.actor.wake_up()
@@ -166,7 +167,8 @@ def storages(run: Any, directory: Path) -> dict[str, Any]:
             uncovered[str(storage.data_ptr())] = storage.nbytes()
     run.actor.sleep()
     run.critic.sleep()
-    return {"uncovered": uncovered, "segments": len(segments)}
+    pinned = run.actor._regions._arena.copy.is_pinned()
+    return {"uncovered": uncovered, "segments": len(segments), "pinned": pinned}
 
 
 def backup_overhead(run: Any, directory: Path) -> dict[str, float]:
@@ -202,6 +204,29 @@ def forward_peaks(run: Any, directory: Path) -> list[int]:
     return peaks
 
 
+def attention(run: Any, directory: Path) -> dict[str, Any]:
+    """How far logits and gradients with Transformer Engine's attention are from those with torch's, as the norm of the
+    difference over the norm; of the gradients the farthest."""
+    from dataclasses import replace
+
+    from trainer.models.build import build_gpt
+
+    tokens = torch.randint(0, 64, (4, 200), device=torch.cuda.current_device())
+    positions = torch.arange(200, device=tokens.device).expand_as(tokens)
+    found = {}
+    for backend in ("sdpa", "te"):
+        model = replace(run.config.model, attention_backend=backend)
+        gpt = build_gpt(model, vocab_size=64, parallel=run.config.parallel, seed=1, value_head=False)
+        logits = gpt(tokens, positions, None).float()
+        logits.log_softmax(-1)[..., 0].sum().backward()
+        found[backend] = [logits.detach(), *(weight.grad.float() for weight in gpt.parameters())]
+    pairs = list(zip(found["sdpa"], found["te"], strict=True))
+    gap = [((theirs - ours).norm() / ours.norm()).item() for ours, theirs in pairs]
+    core = type(gpt.decoder.layers[0].self_attention.core_attention).__name__
+    return {"logits": gap[0], "gradients": max(gap[1:]), "core": core}
+
+
 SCENARIOS: dict[str, Callable[[Any, Path], Any]] = {
-    scenario.__name__: scenario for scenario in (paths, cycles, wrong_calls, storages, backup_overhead, forward_peaks)
+    scenario.__name__: scenario
+    for scenario in (paths, cycles, wrong_calls, storages, backup_overhead, forward_peaks, attention)
 }

@@ -25,6 +25,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.checkpoints import files
 from tests.dist.test_command_line import SHORT, lasting_metrics, start
 
 RUN = (*SHORT, "algo.num_steps=6", "checkpoint.every_steps=1")
@@ -42,8 +43,7 @@ def ends_of(directory: Path) -> dict[str, tuple]:
     for result in sorted(directory.rglob("result.json")):
         job = result.parent
         latest = job / "checkpoints" / (job / "checkpoints" / "latest").read_text().strip()
-        weights = {path.name: path.read_bytes() for path in latest.glob("*.safetensors")}
-        found[str(job.relative_to(directory))] = (lasting_metrics(job), weights)
+        found[str(job.relative_to(directory))] = (lasting_metrics(job), files(latest))
     return found
 
 

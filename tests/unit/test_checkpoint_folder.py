@@ -29,15 +29,17 @@ def save(
 ) -> Path:
     """A checkpoint with one file of ten bytes."""
     temporary = folder.begin(run / "checkpoints", step)
-    (temporary / "actor.safetensors").write_bytes(b"0123456789")
+    (temporary / "actor").mkdir()
+    (temporary / "actor/__0_0.distcp").write_bytes(b"0123456789")
     manifest = Manifest(
         step=step,
         kl_coef=0.1,
         schedule_steps=dict.fromkeys(roles, step),
         optimizer_steps=dict.fromkeys(roles, step),
+        tags={"actor": ["ref"], "critic": []},
         record=record or {"step": step, "reward": 0.1 + 0.2},
         config=to_plain(config) if config else {},
-        file_bytes={"actor.safetensors": 10},
+        file_bytes={"actor/__0_0.distcp": 10},
     )
     return folder.commit(temporary, manifest, keep_last=keep_last, keep_best=keep_best)
 
@@ -84,7 +86,7 @@ def test_a_best_that_is_gone_or_damaged_is_none(tmp_path):
     assert folder.best(tmp_path) is None
     second = save(tmp_path, 2, keep_best=True, record=accuracy(2, 0.1))
     assert folder.best(tmp_path) == second
-    (second / "actor.safetensors").write_bytes(b"")
+    (second / "actor/__0_0.distcp").write_bytes(b"")
     third = save(tmp_path, 3, keep_best=True, record=accuracy(3, 0.0))
     assert folder.best(tmp_path) == third
 
@@ -136,16 +138,16 @@ def test_a_damaged_checkpoint_is_refused_with_the_file_and_the_one_before_it(tmp
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
     checkpoints = tmp_path / "checkpoints"
-    (checkpoints / "step_4" / "actor.safetensors").write_bytes(b"01234")
-    (checkpoints / "step_3" / "actor.safetensors").unlink()
+    (checkpoints / "step_4" / "actor/__0_0.distcp").write_bytes(b"01234")
+    (checkpoints / "step_3" / "actor/__0_0.distcp").unlink()
     with pytest.raises(
-        ValueError, match=r"step_4 cannot be used: actor.safetensors has 5 bytes instead of 10; .*step_2$"
+        ValueError, match=r"step_4 cannot be used: actor/__0_0.distcp has 5 bytes instead of 10; .*step_2$"
     ):
         folder.starting_point(config_of(*SMALL), tmp_path)
-    with pytest.raises(ValueError, match=r"actor.safetensors is missing; .*step_2$"):
+    with pytest.raises(ValueError, match=r"actor/__0_0.distcp is missing; .*step_2$"):
         folder.read(checkpoints / "step_3")
     (checkpoints / "step_1" / "manifest.json").write_text("{")
-    with pytest.raises(ValueError, match=r"manifest.json is damaged; no whole one is older"):
+    with pytest.raises(ValueError, match=r"manifest.json is damaged or of another version; no whole one is older"):
         folder.read(checkpoints / "step_1")
 
 

@@ -1,11 +1,15 @@
 """A role's state goes into a checkpoint asleep and comes back whole, under the right names."""
 
+import os
+import pickle
 import threading
 
 import pytest
 import torch
+from torch import distributed
 from transformers import AutoTokenizer
 
+from tests.checkpoints import files, whole_tensors
 from tests.roles import (
     POLICIES,
     VOCAB_SIZE,
@@ -16,8 +20,8 @@ from tests.roles import (
     train,
     weights_of,
 )
-from trainer.checkpoint import folder
-from trainer.checkpoint.state import Checkpoints, _files
+from trainer.checkpoint import folder, storage
+from trainer.checkpoint.state import Checkpoints, _states
 from trainer.models.build import named_tensors
 from trainer.optimizer import shares, step_count
 from trainer.plan import KINDS
@@ -46,10 +50,6 @@ def checkpoints(run, *overrides, resume_from=None):
     config = small_config("checkpoint.every_steps=1", *overrides)
     made = Checkpoints(config, run, resume_from=resume_from, tokenizer=tokenizer(), note=notes.append)
     return made, notes
-
-
-def files(checkpoint):
-    return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -112,6 +112,43 @@ def test_a_disk_that_refuses_leaves_the_checkpoint_before_and_says_so(tmp_path, 
     assert role.is_asleep("param")
 
 
+def test_what_the_model_and_the_checkpoint_do_not_share_is_named(tmp_path):
+    role = make_role("critic", "memory=rebuild")
+    checkpoints(tmp_path)[0].save({"critic": role}, step=1, **STATE)
+    (_, state), *_ = _states({"critic": role})
+    directory, group = tmp_path / "checkpoints/step_1/critic", distributed.group.WORLD
+    head = "main/output_layer.weight"
+    with pytest.raises(ValueError, match=r"the checkpoint has no ref/other, ref/some$"):
+        storage.load(state | {"ref/some": state[head], "ref/other": state[head]}, directory, group=group)
+    narrower = storage.Pieces(torch.Size([1, 8]), {torch.Size([0, 0]): torch.zeros(1, 8)})
+    with pytest.raises(ValueError, match=r"main/output_layer.weight is \(1, \d+\) in the checkpoint and \(1, 8\) here"):
+        storage.load({head: narrower}, directory, group=group)
+
+
+class _Command:
+    def __reduce__(self):
+        return os.mkdir, ("made_by_a_pickle",)
+
+
+def test_a_description_of_tensors_can_do_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Command()))
+    with pytest.raises(pickle.UnpicklingError, match=r"a description of tensors has no use for posix.mkdir"):
+        storage.load({}, tmp_path, group=distributed.group.WORLD)
+    assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.bool])
+def test_a_part_of_host_memory_is_written_without_a_copy(dtype):
+    """DCP's writer copies what is part of a larger storage, and keeps all copies until its file is written."""
+    whole = torch.arange(24).to(dtype)
+    alone = storage._alone(whole[4:16].view(3, 4))
+    assert alone.data_ptr() == whole[4:].data_ptr()
+    assert alone.untyped_storage().nbytes() == alone.nbytes
+    assert alone.dtype == dtype
+    assert torch.equal(alone, whole[4:16].view(3, 4))
+
+
 SAVER_KEEPS = ("memory.actor.optim_keeper=saver", "memory.critic.optim_keeper=saver")
 WAKES = {  # (role, overrides) -> kinds that saving must wake, since no host memory of ours holds them
     ("actor", ("memory=lean",)): set(),
@@ -147,7 +184,8 @@ def test_saved_asleep_is_saved_awake_and_nothing_stays_awake(name, overrides, tm
     assert notes == []
     awake, asleep = (files(tmp_path / "checkpoints" / f"step_{step}") for step in (1, 2))
     assert asleep == awake
-    assert len(awake) == (3 if role.backuper else 2)
+    kinds_saved = {key.split("/")[1] for key in whole_tensors(tmp_path / "checkpoints" / "step_2")}
+    assert kinds_saved == {"weights", "main", "exp_avg", "exp_avg_sq"} | ({"ref"} if role.backuper else set())
     role.wake_up()
     assert role.weights_sha256() == digest
 
@@ -197,8 +235,10 @@ def test_the_run_goes_on_while_a_copy_of_what_was_is_written(overrides, tmp_path
 def test_the_plan_foresees_the_host_memory_of_the_copy(overrides):
     roles = {name: make_role(name, *overrides) for name in ("actor", "critic")}
     roles["actor"].copy_to_tag("ref")
-    copied = [file for of_role in _files(roles) for file in of_role]
-    measured = sum(tensor.nbytes for file in copied for tensor in file.tensors.values())
+    copied = [storage.copy_of_own(state, group=distributed.group.WORLD) for _, state in _states(roles)]
+    held = [tensor for state in copied for pieces in state.values() for tensor in pieces.held.values()]
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in held)
+    measured = sum(tensor.nbytes for tensor in held)
     config = small_config("checkpoint.every_steps=1", "checkpoint.async_save=true", *overrides)
     predicted = footprint(config, vocab_size=VOCAB_SIZE).node_checkpoint_bytes
     assert measured <= predicted < 1.01 * measured  # the state's alignment

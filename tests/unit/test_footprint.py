@@ -134,7 +134,7 @@ def moments_of(*overrides):
     [
         (("memory=lean",), 0, 2),  # from the backuper and the arena; the critic's weights are copied to be written
         (("memory=rebuild",), 2, 2),
-        (("memory=full",), 12, 12),  # the saver's copy of the optimizer state cannot be read: it wakes up
+        (("memory=full",), 12, 14),  # the saver's copy of the optimizer state cannot be read: it wakes up
         (("memory=lean", "checkpoint.async_save=true"), 0, 0),  # counted on the node
     ],
 )
@@ -214,6 +214,8 @@ def test_a_checkpoint_written_in_the_background_is_a_copy_in_host_memory():
     found = plan_of(*BENCH, *async_save, *plain, "model.dtype=fp32")
     expected = 20 * found.parameter_counts["actor"] + 16 * found.parameter_counts["critic"]
     assert found.node_checkpoint_bytes == pytest.approx(expected, rel=1e-3)
+    two = plan_of(*BENCH, *async_save, *plain, "model.dtype=fp32", "launch.nproc=2", "algo.micro_batch_size=1")
+    assert two.node_checkpoint_bytes == found.node_checkpoint_bytes  # each copies half of what both hold
 
 
 def test_shared_tags_are_among_what_would_fit():

@@ -72,9 +72,12 @@ def run_case(job: CaseJob) -> dict[str, Any]:
 def measure_roofline(job: CaseJob) -> dict[str, float]:
     """Bytes per second of one plain copy each way, best of some: what sleep and wake-up could reach.
 
-    On a GPU the host side is an exact-size, page-locked arena and the copy runs on a side stream.
+    On a GPU the host side is an exact-size, page-locked arena and the copy runs on a side stream. The first worker of a
+    benchmark runs this: it imports what the others import, so that none of their builds reads those files from disk.
     """
     _set_up(job)
+    import trainer.bench.peers
+    import trainer.role  # noqa: F401
     from trainer.memory.arena import HostArena
 
     size_bytes = job.bench.roofline_mib << 20
@@ -136,8 +139,6 @@ def _build(job: CaseJob, events: list[dict[str, Any]]) -> list[Any]:
             roles[-1].prepare_sleep()
         else:
             roles.append(getattr(peers, job.peer)(name, config, parts=parts))
-    for role in roles:
-        role.backup()
     return roles
 
 
@@ -189,6 +190,7 @@ def state_checksums(role: Any) -> list[int]:
     from trainer.bench.peers import state_tensors
     from trainer.models.build import named_tensors
 
+    torch.cuda.synchronize()  # the optimizer state may be on its way back
     tensors = [*(tensor for _, tensor in named_tensors(role.chunks)), *state_tensors(role.optimizer)]
     words = [tensor.detach().reshape(-1).view(torch.int16) for tensor in tensors]
     pieces = [piece for tensor in words for piece in tensor.split(_CHECKSUM_PIECE_WORDS)]

@@ -58,9 +58,6 @@ class _Peer:
     def parameter_count(self) -> int:
         return sum(param.numel() for chunk in self.chunks for param in chunk.parameters())
 
-    def backup(self) -> None:
-        """Both copy when they fall asleep."""
-
     @contextmanager
     def training(self) -> Iterator[None]:
         for chunk in self.chunks:

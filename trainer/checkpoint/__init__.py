@@ -1,1 +1,2 @@
-"""Checkpoints of a run: what is in them (:mod:`.state`) and folders that are complete or absent (:mod:`.folder`)."""
+"""Checkpoints of a run: what is in them (:mod:`.state`), as which rectangles of tensors (:mod:`.pieces`), in what torch
+calls a distributed checkpoint (:mod:`.storage`), and folders that are complete or absent (:mod:`.folder`)."""

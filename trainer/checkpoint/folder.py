@@ -4,7 +4,7 @@
         latest                    name of the checkpoint to go on from; replaced last
         best                      name of the one with the highest held-out accuracy, where that is kept
         step_<n>/manifest.json    where the run stood, its config, the size of every other file
-        step_<n>/*.safetensors    see :mod:`trainer.checkpoint.state`
+        step_<n>/<role>/          see :mod:`trainer.checkpoint.state`
         step_<n>/tokenizer/       a Hugging Face tokenizer folder
         step_<n>.tmp/             being written, or left by a killed run: the next start removes it
 
@@ -18,7 +18,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class Manifest:
         kl_coef: of the next step.
         schedule_steps: role -> optimizer steps that its learning-rate schedule has counted (skipped ones too).
         optimizer_steps: role -> the count in Adam's bias correction (skipped ones not).
+        tags: role -> tags of its weights backuper beside the role's own.
         record: the step's record of metrics.jsonl.
         config: every resolved setting of the run that saved.
         file_bytes: name (with its folder, if any) -> size of every other file in the folder.
@@ -48,6 +49,7 @@ class Manifest:
     kl_coef: float
     schedule_steps: Mapping[str, int]
     optimizer_steps: Mapping[str, int]
+    tags: Mapping[str, Sequence[str]]
     record: Mapping[str, Any]
     config: Mapping[str, Any]
     file_bytes: Mapping[str, int]
@@ -238,7 +240,7 @@ def _fault_in(checkpoint: Path) -> str | None:
     except OSError:
         return f"{_MANIFEST} is missing"
     except (ValueError, TypeError):
-        return f"{_MANIFEST} is damaged"
+        return f"{_MANIFEST} is damaged or of another version"
     for name, size_bytes in manifest.file_bytes.items():
         path = checkpoint / name
         if not path.exists():

@@ -1,17 +1,17 @@
 """What a checkpoint holds, and how roles are saved and restored.
 
-    <role>_weights.safetensors           every tensor a forward pass reads, as the last step left it
-    <role>_weights_<tag>.safetensors     further tags of the weights backuper (the reference model)
-    <role>_weights[_<tag>].rank_<n>.safetensors   where ranks share the model, the parts of rank n
-    <role>_optimizer_<rank>.safetensors  ``main/``, ``exp_avg/``, ``exp_avg_sq/`` + parameter name: this rank's share of
-                                         the flattened parameter; the header says where in it the share starts
-    tokenizer/                           the run's tokenizer, a Hugging Face folder
+    <role>/      a folder of torch.distributed.checkpoint (DCP, :mod:`.storage`) with these tensors:
+                 ``weights/<name>``      what a forward pass reads, as the last step left it
+                 ``<tag>/<name>``        further tags of the weights backuper (``ref``, the reference model)
+                 ``main/<name>``, ``exp_avg/<name>``, ``exp_avg_sq/<name>``   fp32 main params and Adam's moments
+    tokenizer/   the run's tokenizer, a Hugging Face folder
 
-Random draws are keyed by (seed, purpose, step, rank), so no generator state is kept. Tensors are found by their name in
-the whole model and by position (:mod:`.parts`), so a checkpoint can be loaded under other tensor, pipeline, data and
-expert parallel sizes, with or without the distributed optimizer, and under any memory policy. Simplifies Megatron's
-dist_checkpointing: one file per rank. Saving blocks the run while one role at a time is written; with
-``checkpoint.async_save`` it blocks while all of them are copied to host memory.
+Random draws are keyed by (seed, purpose, step, rank), so no generator state is kept. Names and shapes are those of the
+whole model (:mod:`.pieces`), so a checkpoint can be loaded under other tensor, pipeline, data and expert parallel
+sizes, with or without the distributed optimizer, and under any memory policy. Saving blocks the run while one role at a
+time is written; with ``checkpoint.async_save`` it blocks while all of them are copied to host memory. DCP's
+``async_save`` would need all roles awake at once and copy what other ranks write; here each rank copies what is its own
+to write, role by role, and a thread hands the copies to DCP.
 """
 
 from __future__ import annotations
@@ -24,18 +24,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core import parallel_state
-from torch import Tensor, distributed
+from torch import distributed
 
 from trainer import optimizer as optimizers
-from trainer.checkpoint import folder
+from trainer.checkpoint import folder, storage
 from trainer.checkpoint.folder import Manifest
-from trainer.checkpoint.parts import SavedWeights, fill_shares, header
-from trainer.checkpoint.writing import BackgroundWriter, File, SaveError, on_every_rank, on_rank_0, write_bytes
+from trainer.checkpoint.pieces import pieces_of
+from trainer.checkpoint.storage import State
+from trainer.checkpoint.writing import (
+    BackgroundWriter,
+    SaveError,
+    group_of_writers,
+    on_every_rank,
+    on_rank_0,
+    write_bytes,
+)
 from trainer.config import Config, to_plain
-from trainer.distributed import data_parallel_rank
-from trainer.models.moe import is_expert
-from trainer.models.sharding import named_tensors, sharding_of
+from trainer.models.sharding import Share, named_tensors, sharding_of
 from trainer.preemption import STOP_FILE
 from trainer.role import Role
 
@@ -65,6 +70,7 @@ class Checkpoints:
         self._stop_file = run_directory / STOP_FILE
         self._resume_from, self._note = resume_from, note
         self._tokenizer = tokenizer
+        self._group = group_of_writers()
         self._writer = BackgroundWriter() if config.checkpoint.async_save else None
         self._step_under_way = 0
 
@@ -95,18 +101,19 @@ class Checkpoints:
             kl_coef=kl_coef,
             schedule_steps=schedule_steps,
             optimizer_steps={name: _maximum(optimizers.step_count(role.optimizer)) for name, role in roles.items()},
+            tags={name: role.further_tags for name, role in roles.items()},
             record=record,
             config=to_plain(self._config),
             file_bytes={},
         )
         if self._writer is None:
-            with closing(_files(roles)) as files, self._noting_errors(step):
-                self._write(manifest, files, self._tokenizer_files, group=None)
+            with closing(_states(roles)) as states, self._noting_errors(step):
+                self._write(manifest, states, self._tokenizer_files)
             return
-        copies = [[file.in_host_memory() for file in of_role] for of_role in _files(roles)]
-        group, tokenizer_files = self._writer.group, self._tokenizer_files
+        copies = [(name, storage.copy_of_own(state, group=self._group)) for name, state in _states(roles)]
+        tokenizer_files = self._tokenizer_files
         self._step_under_way = step
-        self._writer.start(lambda: self._write(manifest, copies, tokenizer_files, group=group))
+        self._writer.start(lambda: self._write(manifest, copies, tokenizer_files))
 
     def finish(self) -> None:
         """Wait until the save that is under way, if any, has ended."""
@@ -133,20 +140,24 @@ class Checkpoints:
         manifest = folder.read(self._resume_from)
         for name, role in roles.items():
             with role.awake():
-                _read(role, self._resume_from, optimizer_step=manifest.optimizer_steps[name])
+                with role.overwriting(tags=manifest.tags[name]) as shares:
+                    for share in shares:
+                        for tensor in share.tensors.values():
+                            tensor.zero_()  # padding, which no checkpoint holds, stays so
+                    storage.load(_state(role, shares), self._resume_from / name, group=self._group)
+                optimizers.set_step_count(role.optimizer, manifest.optimizer_steps[name])
         return manifest
 
     def _write(
-        self, manifest: Manifest, files: Iterable[list[File]], tokenizer_files: Mapping[str, bytes], *, group: Any
+        self, manifest: Manifest, states: Iterable[tuple[str, State]], tokenizer_files: Mapping[str, bytes]
     ) -> None:
-        """Write all ranks' files and make them a checkpoint; touches no device. Raises SaveError on every rank."""
-        settings = self._config.checkpoint
+        """Write all ranks' files and make them a checkpoint. Raises SaveError on every rank."""
+        settings, group = self._config.checkpoint, self._group
         try:
             temporary = on_rank_0(lambda: folder.begin(self._folder, manifest.step), group=group)
             sizes = on_rank_0(lambda: write_bytes(temporary, tokenizer_files), group=group)
-            for of_role in files:
-                written = on_every_rank(lambda of_role=of_role: [f.write(temporary) for f in of_role], group=group)
-                sizes |= {name: size for of_rank in written for file in of_rank for name, size in file.items()}
+            for name, state in states:
+                sizes |= storage.save(state, temporary / name, group=group)
             whole = replace(manifest, file_bytes=sizes)
             keep_last, keep_best = settings.keep_last, settings.keep_best
             on_rank_0(lambda: folder.commit(temporary, whole, keep_last=keep_last, keep_best=keep_best), group=group)
@@ -174,65 +185,24 @@ class Checkpoints:
             return {f"tokenizer/{path.relative_to(temporary)}": path.read_bytes() for path in paths}
 
 
-def _files(roles: Roles) -> Generator[list[File], None, None]:
-    """This rank's files of each role, whose tensors may be read until the next role's are asked for; it is asleep then.
-
-    Collective, since ranks may share weights.
-    """
+def _states(roles: Roles) -> Generator[tuple[str, State], None, None]:
+    """Each role's name and what this rank can write of it, whose tensors may be read until the next role's are asked
+    for; it is asleep then. Collective, since ranks may share weights."""
     for role in roles.values():
-        with role.readable() as (weights, shares):
-            own = dict(named_tensors(role.chunks))
-            shares = [share for share in shares if not sharding_of(own[share.name]).is_copy]
-            tensors = {f"{kind}/{share.name}": tensor for share in shares for kind, tensor in share.tensors.items()}
-            starts = {share.name: share.start for share in shares}
-            sets = {"": weights}
-            for tag in _further_tags(role):
-                assert role.backuper is not None
-                sets[f"_{tag}"] = role.backuper.get(tag)
-            of_weights = [_weights_file(f"{role.name}_weights{tag}", found, own=own) for tag, found in sets.items()]
-            yield [
-                File(f"{role.name}_optimizer_{distributed.get_rank()}.safetensors", tensors, header(starts)),
-                *(file for file in of_weights if file.tensors),
-            ]
+        with role.readable() as shares:
+            yield role.name, _state(role, shares, copies=False)
 
 
-def _weights_file(name: str, weights: Mapping[str, Tensor], *, own: Mapping[str, Tensor]) -> File:
-    """What this rank writes of ``weights``: its parts, unless ranks before it hold the same. Collective."""
-    rank = distributed.get_rank()
-    file = f"{name}.safetensors" if rank == 0 else f"{name}.rank_{rank}.safetensors"
-    kept = {key: tensor for key, tensor in weights.items() if _is_writer(key) and not sharding_of(own[key]).is_copy}
-    return File(file, kept, header())
-
-
-def _is_writer(name: str) -> bool:
-    """Whether this is the first of the data-parallel ranks that hold the tensor."""
-    return (parallel_state.get_expert_data_parallel_rank() if is_expert(name) else data_parallel_rank()) == 0
-
-
-def _saved_weights(checkpoint: Path, name: str, *, own: Mapping[str, Tensor]) -> SavedWeights:
-    """This rank's tensors out of what all ranks saved under ``name``."""
-    files = [checkpoint / f"{name}.safetensors", *checkpoint.glob(f"{name}.rank_*.safetensors")]
-    weights = SavedWeights(files, own=own)
-    assert weights.keys() == own.keys(), f"{checkpoint}/{name} and the model differ in {weights.keys() ^ own.keys()}"
-    return weights
-
-
-def _further_tags(role: Role) -> list[str]:
-    return [tag for tag in role.backuper.backup_tags if tag != role.name] if role.backuper else []
-
-
-def _read(role: Role, checkpoint: Path, *, optimizer_step: int) -> None:
-    """Load an awake role: the weights first, whose loading makes fp32 main params of them, then the saved state."""
+def _state(role: Role, shares: Iterable[Share], *, copies: bool = True) -> State:
+    """Key in the checkpoint -> this rank's pieces. ``copies``: of tensors that another pipeline stage has too, which
+    may cut them otherwise."""
     own = dict(named_tensors(role.chunks))
-    role.load_weights(_saved_weights(checkpoint, f"{role.name}_weights", own=own))
-    files = sorted(checkpoint.glob(f"{role.name}_optimizer_*.safetensors"))
-    fill_shares(optimizers.shares(role.optimizer, own), files, own=own)
-    optimizers.set_step_count(role.optimizer, optimizer_step)
-    prefix = f"{role.name}_weights_"
-    for path in sorted(checkpoint.glob(f"{prefix}*.safetensors")):
-        if "." not in path.stem:
-            assert role.backuper is not None
-            role.backuper.put(path.stem.removeprefix(prefix), _saved_weights(checkpoint, path.stem, own=own))
+    return {
+        f"{kind}/{share.name}": pieces_of(share, kind, model_tensor=own[share.name])
+        for share in shares
+        if copies or not sharding_of(own[share.name]).is_copy
+        for kind in share.tensors
+    }
 
 
 def _maximum(count: int) -> int:

@@ -1,22 +1,18 @@
-"""Files of a checkpoint and how ranks write them together, at once or in the background.
+"""How ranks write a checkpoint together, at once or in the background.
 
-Every rank writes its own files. After each part of a save the ranks agree whether it went well everywhere, so a disk
-that refuses one of them stops all. In the background they agree through a group of their own, since collectives of two
-threads in one group would mix.
+After each part of a save the ranks agree whether it went well everywhere, so a disk that refuses one of them stops all.
+They agree through a gloo group of their own: in the background, since collectives of two threads in one group would
+mix; at once, since NCCL would take GPU memory that no sleep gives back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import distributed
 
 from trainer.checkpoint import folder
@@ -24,26 +20,9 @@ from trainer.checkpoint import folder
 SLOWEST_DISK = timedelta(hours=2)  # how long ranks wait for one another in the background
 
 
-@dataclass(frozen=True)
-class File:
-    """A safetensors file to be."""
-
-    name: str
-    tensors: Mapping[str, torch.Tensor]
-    metadata: Mapping[str, str]
-
-    def in_host_memory(self) -> File:
-        """The same with copies of the tensors, which later changes do not reach."""
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in self.tensors.items()}
-        return File(self.name, copies, self.metadata)
-
-    def write(self, directory: Path) -> dict[str, int]:
-        """Write it -> its name and size, on disk."""
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
-        path = directory / self.name
-        save_file(tensors, path, dict(self.metadata))
-        folder.sync(path)
-        return {self.name: path.stat().st_size}
+def group_of_writers() -> Any:
+    """A gloo group of all ranks. Collective."""
+    return distributed.new_group(backend="gloo", timeout=SLOWEST_DISK)
 
 
 def write_bytes(directory: Path, files: Mapping[str, bytes]) -> dict[str, int]:
@@ -66,7 +45,7 @@ def on_every_rank(action: Callable[[], Any], *, group: Any = None) -> list[Any]:
     result = error = None
     try:
         result = action()
-    except (OSError, SafetensorError) as cause:
+    except OSError as cause:
         error = f"rank {distributed.get_rank()}: {cause}"
     outcomes: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(outcomes, (result, error), group=group)
@@ -82,15 +61,14 @@ def on_rank_0(action: Callable[[], Any], *, group: Any = None) -> Any:
 
 
 class BackgroundWriter:
-    """Runs one save at a time in a thread. Making one is collective."""
+    """Runs one save at a time in a thread."""
 
     def __init__(self) -> None:
-        self.group = distributed.new_group(backend="gloo", timeout=SLOWEST_DISK)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
 
     def start(self, write: Callable[[], None]) -> None:
-        """Begin ``write``, which may use collectives of :attr:`group` only; :meth:`finish` must have been called."""
+        """Begin ``write``, which alone may use its group's collectives; :meth:`finish` must have been called."""
         assert self._under_way is None
         self._under_way = self._pool.submit(write)
 

@@ -2,7 +2,8 @@
 
 The region then has no backup of the saver's: the saver only releases and maps the memory. Copies run on a side
 stream. The one to the host may start as soon as the optimizer step is done, :meth:`ArenaKeeper.finish_save` waits for
-it; the one back starts as soon as the memory is mapped, and the first reader waits for it on its stream.
+it; the one back starts as soon as the memory is mapped and runs beside forward and backward passes, until whoever needs
+the optimizer state calls :meth:`ArenaKeeper.wait`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from trainer.memory.arena import HostArena
 
 
 class ArenaKeeper:
-    """Keeps ``flat`` [n], a tensor of a region without a backup, while that region sleeps; ``arena`` has its size."""
+    """Keeps ``flat`` [n], a tensor of a region without a backup, while that region sleeps; ``arena`` has its size.
 
-    def __init__(self, flat: torch.Tensor, *, arena: HostArena) -> None:
-        self._flat, self._arena = flat, arena
+    Args:
+        main_size: elements of the leading part that holds main params, which comes back first.
+    """
+
+    def __init__(self, flat: torch.Tensor, *, main_size: int, arena: HostArena) -> None:
+        self._flat, self._main_size, self._arena = flat, main_size, arena
         self._copy = self._arena.empty_like(flat)
         self._stream = torch.cuda.Stream()
+        self._main_is_back = torch.cuda.Event()
         self._is_saved = False
 
     @property
@@ -48,13 +54,22 @@ class ArenaKeeper:
         self._is_saved = False
 
     def invalidate(self) -> None:
-        """The tensor is about to change: a copy started earlier is worth nothing any more."""
-        torch.cuda.current_stream().wait_stream(self._stream)
+        """The tensor is going to change, after :meth:`wait`: a copy started earlier is worth nothing any more."""
         self._is_saved = False
 
     def start_restore(self) -> None:
-        """Begin copying back; work queued on the current stream from now on sees the restored tensor."""
+        """Begin copying back."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._flat.copy_(self._copy, non_blocking=True)
-        torch.cuda.current_stream().wait_stream(self._stream)
+            for part in (slice(self._main_size), slice(self._main_size, None)):
+                self._flat[part].copy_(self._copy[part], non_blocking=True)
+                if part.start is None:
+                    self._main_is_back.record()
+
+    def wait(self, *, main_params_only: bool = False) -> None:
+        """Work queued on the current stream from now on finds the tensor restored (or its main params alone, which it
+        may only read), and no copy of it under way."""
+        if main_params_only:
+            torch.cuda.current_stream().wait_event(self._main_is_back)
+        else:
+            torch.cuda.current_stream().wait_stream(self._stream)

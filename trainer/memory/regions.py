@@ -34,12 +34,13 @@ class RoleRegions:
         """Build Megatron's DDP inside."""
         return self._saver.buffers_of(self._role)
 
-    def keep_in_arena(self, optimizer_state: torch.Tensor, *, arenas: HostArenas) -> None:
-        """Make an arena the keeper of the optimizer state, where the plan says so."""
+    def keep_in_arena(self, optimizer_state: torch.Tensor, *, main_size: int, arenas: HostArenas) -> None:
+        """Make an arena the keeper of the optimizer state, where the plan says so; ``main_size`` as for
+        :class:`~trainer.memory.keeper.ArenaKeeper`."""
         row = self._rows["optim"]
         if row.keeper == "arena":
             arena = arenas.take(row.tag, HostArena.bytes_needed([optimizer_state]))
-            self._arena = ArenaKeeper(optimizer_state, arena=arena)
+            self._arena = ArenaKeeper(optimizer_state, main_size=main_size, arena=arena)
 
     def prepare_sleep(self) -> None:
         """Let the saver page-lock the host buffers that it keeps now, while models are built, and not in a sleep."""
@@ -63,24 +64,31 @@ class RoleRegions:
             self._arena.start_save()
 
     def will_change(self) -> None:
-        """The optimizer state is about to change."""
+        """The optimizer state is going to change, after :meth:`wait_for_optimizer_state`."""
         if self._arena is not None:
             self._arena.invalidate()
 
+    def wait_for_optimizer_state(self, *, main_params_only: bool = False) -> None:
+        """Whoever reads or changes the awake optimizer state calls this first: it may still be on its way back."""
+        if self._arena is not None:
+            self._arena.wait(main_params_only=main_params_only)
+
     def sleep(self, kinds: Collection[str], *, backuper_bytes: Mapping[str, int]) -> None:
         """Release those of ``kinds`` that are awake. ``backuper_bytes``: kind -> what the backuper keeps for it."""
+        awake = [row for kind, row in self._rows.items() if kind in kinds and not self.is_asleep(kind)]
+        if awake:
+            self._saver.wait_for_device()
         if "optim" in kinds:
-            self.start_saving()
-        for kind, row in self._rows.items():
-            if kind in kinds and not self.is_asleep(kind):
-                self._timed(row, "asleep", self._release, backuper_bytes)
+            self.start_saving()  # the copy runs while the other regions, which it does not read, are released
+        for row in sorted(awake, key=lambda row: row.kind == "optim"):
+            self._timed(row, "asleep", self._release, backuper_bytes)
 
     def wake_up(self, kinds: Collection[str], *, backuper_bytes: Mapping[str, int]) -> None:
         """Map those of ``kinds`` that are asleep. Raises MemoryError, with all of them still asleep, if one does not
         fit."""
         asleep = [row for kind, row in self._rows.items() if kind in kinds and self.is_asleep(kind)]
         self._saver.check_room([row.tag for row in asleep])
-        for row in asleep:
+        for row in sorted(asleep, key=lambda row: row.kind != "optim"):  # the others are mapped while its copy runs
             self._timed(row, "awake", self._map, backuper_bytes)
 
     @contextmanager
@@ -97,7 +105,7 @@ class RoleRegions:
     def _release(self, row: PlanRow) -> RegionBytes:
         if row.kind == "optim" and self._arena is not None:
             self._arena.finish_save()
-        return self._saver.sleep(row.tag)
+        return self._saver.sleep(row.tag, wait=False)
 
     def _map(self, row: PlanRow) -> RegionBytes:
         sizes = self._saver.wake_up(row.tag)

@@ -38,8 +38,15 @@ class Saver(Protocol):
         """Build Megatron's DDP inside: its buffers go to ``<role>/param`` and ``<role>/grad``."""
         ...
 
-    def sleep(self, tag: str) -> RegionBytes:
-        """Release the memory of ``tag``. Raises RuntimeError if it is asleep."""
+    def wait_for_device(self) -> None:
+        """Block until all work queued on the device, collectives included, is done."""
+        ...
+
+    def sleep(self, tag: str, *, wait: bool = True) -> RegionBytes:
+        """Release the memory of ``tag``. Raises RuntimeError if it is asleep.
+
+        Memory goes at once, whatever kernel still uses it. Without ``wait`` the caller knows that none does.
+        """
         ...
 
     def wake_up(self, tag: str) -> RegionBytes:
@@ -65,7 +72,10 @@ class NullSaver:
     def buffers_of(self, role: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def sleep(self, tag: str) -> RegionBytes:
+    def wait_for_device(self) -> None:
+        pass
+
+    def sleep(self, tag: str, *, wait: bool = True) -> RegionBytes:
         return RegionBytes(0, 0)
 
     def wake_up(self, tag: str) -> RegionBytes:
@@ -116,11 +126,15 @@ class MemorySaver:
     def is_asleep(self, tag: str) -> bool:
         return self._asleep.get(tag, False)
 
-    def sleep(self, tag: str) -> RegionBytes:
+    def wait_for_device(self) -> None:
+        self._pools.wait_for_device()
+
+    def sleep(self, tag: str, *, wait: bool = True) -> RegionBytes:
         if self._asleep.get(tag, False):
             raise RuntimeError(f"region {tag} is asleep already")
         sizes = self._sizes(tag)
-        self._pools.wait_for_device()  # pausing unmaps at once, whatever kernel still uses the memory
+        if wait:
+            self.wait_for_device()
         self._tms.pause(tag)
         self._asleep[tag] = True
         return sizes

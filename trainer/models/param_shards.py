@@ -46,6 +46,10 @@ class ParamShards:
         rank, bounds = self._cuts[name].group.rank(), self._cuts[name].bounds
         return tensor.detach().view(-1)[bounds[rank] : bounds[rank + 1]]
 
+    def start(self, name: str) -> int:
+        """The first element of that part in the flattened tensor."""
+        return self._cuts[name].bounds[self._cuts[name].group.rank()] if name in self._cuts else 0
+
     def complete(self) -> None:
         """Fill the parameters from what the ranks have written into their parts. Collective."""
         gather_params(self._chunks)

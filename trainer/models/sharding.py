@@ -65,6 +65,22 @@ class Sharding:
         whole = torch.cat([piece for block in blocks for piece in block], dim=self.dim)
         return whole.narrow(self.dim, 0, self.length)
 
+    def in_whole(self, first: int, length: int, *, rank: int, ranks: int) -> Iterator[tuple[int, int, int]]:
+        """Where indices [first, first + length) along ``dim`` of a rank's part lie in the whole, padding left out.
+
+        Yields:
+            (index in the whole, index in the part, how many follow each other in both), at most one for each block.
+        """
+        if ranks == 1:
+            yield first, first, length
+            return
+        block_length, share = self.length // self.blocks, self._share(ranks)
+        real = min(share, max(0, block_length - rank * share))
+        for block in range(self.blocks):
+            begin, end = max(first, block * share), min(first + length, block * share + real)
+            if begin < end:
+                yield block * block_length + rank * share + begin - block * share, begin, end - begin
+
     def whole_shape(self, part_shape: torch.Size) -> tuple[int, ...]:
         return self._with_length(part_shape, self.length)
 
@@ -74,6 +90,25 @@ class Sharding:
 
     def _with_length(self, shape: torch.Size, length: int) -> tuple[int, ...]:
         return tuple(length if index == self.dim else size for index, size in enumerate(shape))
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank holds of its part of one tensor: elements [start, start + n) of the flattened part.
+
+    Attributes:
+        tensors: kind (``main``, ``exp_avg``, a weights tag, ...) -> [n], each a view of what is meant.
+    """
+
+    name: str
+    start: int
+    tensors: Mapping[str, Tensor]
+
+
+def cut_among(name: str) -> tuple[int, int]:
+    """(this rank's number, how many there are) of the ranks that share the tensor of that name if it is cut."""
+    group = tensor_parallel_group()
+    return group.rank(), group.size()
 
 
 def declare_shardings(gpt: Any, *, vocab_size: int) -> None:
@@ -186,8 +221,8 @@ class OwnParts(Mapping[str, Tensor]):
     own: Mapping[str, Tensor]
 
     def __getitem__(self, name: str) -> Tensor:
-        group = tensor_parallel_group()
-        return sharding_of(self.own[name]).part(self.whole[name], rank=group.rank(), ranks=group.size())
+        rank, ranks = cut_among(name)
+        return sharding_of(self.own[name]).part(self.whole[name], rank=rank, ranks=ranks)
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self.own if name in self.whole)

@@ -164,14 +164,19 @@ def _arenas(plan: Plan, role: str, sizes: RoleBytes) -> Iterator[tuple[str, int]
 
 
 def _checkpoint_bytes(config: Config, ranks: list[dict[str, RoleBytes]]) -> int:
-    """The copy of ``checkpoint.async_save`` of a node's ``ranks``: every rank's shares of the optimizer state, and once
-    all weights of the parts of the model that are on the node, the reference's too."""
+    """The copies of ``checkpoint.async_save`` of a node's ``ranks``: every rank's shares of the optimizer state, and
+    once, whichever rank has it to write, what data-parallel ranks hold alike: the weights of the parts of the model
+    that are on the node, the reference's too, and the state of an optimizer that is not distributed."""
     if config.checkpoint.every_steps is None or not config.checkpoint.async_save:
         return 0
-    size = sum(sizes.kinds["optim"] + sizes.own_main for roles in ranks for sizes in roles.values())
+    size = 0
+    is_shared = {role: role_config.ddp.use_distributed_optimizer for role, role_config in config.roles.items()}
+    for roles in ranks:
+        size += sum(sizes.kinds["optim"] for role, sizes in roles.items() if is_shared[role])
     for roles in {id(roles): roles for roles in ranks}.values():  # of each pipeline stage
         for role, sizes in roles.items():
-            size += sizes.stage_weights * (2 if role == "actor" else 1)
+            state = 0 if is_shared[role] else sizes.stage_optim
+            size += sizes.stage_weights * (2 if role == "actor" else 1) + state
     return size
 
 
@@ -287,19 +292,16 @@ def _moments(config: Config, plan: Plan, holdings: list[Holding], roles: dict[st
 
 def _saving(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> tuple[str, int, int]:
     """What a role is while it is saved, the device bytes of what wakes up beyond that, and the host bytes of copies
-    that are made to write them: what host memory holds already is written from there, one file after the other."""
+    that are made to write them, which live until the rank's file is written: what host memory holds already is written
+    from there."""
     optim_row = plan.row(role, "optim")
     has_own_tag = role == "actor" and plan.sleeps and plan.row(role, "param").keeper != "main_params"
     weights = 0 if has_own_tag else sizes.weights
     optim = 0 if optim_row.keeper == "arena" else sizes.kinds["optim"]
     state = "forward" if weights and plan.sleeps else "asleep"
     is_awake_then = not plan.sleeps or (state == "forward" and _awake_for_forward(plan, optim_row))
-    copies = 0
-    if not config.checkpoint.async_save:  # whose copy is counted on the node
-        copies = max(weights, optim) if config.platform.name == "cuda" else 0
-        if role == "actor" and config.memory.tags == "sharded" and max(ranks_that_share_tags(config)) > 1:
-            copies += (1 + has_own_tag) * sizes.weights  # tags of which each rank has a part are put together
-    return state, 0 if is_awake_then else optim, copies
+    is_copied = config.platform.name == "cuda" and not config.checkpoint.async_save  # whose copy counts on the node
+    return state, 0 if is_awake_then else optim, weights + optim if is_copied else 0
 
 
 def plan_rows(prediction: Footprint) -> list[dict[str, Any]]:

@@ -33,7 +33,8 @@ class RoleBytes:
         tag: host bytes of one weights tag.
         weights: of all tensors that a forward pass reads.
         stage_weights: the same of the ranks of a pipeline stage that hold its weights together.
-        own_main: of the fp32 parameters that are their own main params, and so not in ``optim``.
+        stage_optim: of these ranks' optimizer states where they are not distributed, fp32 parameters that are their own
+            main params, and so not in ``optim``, included.
     """
 
     parameter_count: int
@@ -42,7 +43,7 @@ class RoleBytes:
     tag: int
     weights: int
     stage_weights: int
-    own_main: int
+    stage_optim: int
 
 
 def model_parameters(config: Config, *, vocab_size: int) -> dict[str, int]:
@@ -97,9 +98,7 @@ def role_bytes(
         weights=table + sum(p.size_bytes for p in found),
         stage_weights=parallel.tp * table
         + sum(p.size_bytes * (parallel.expert if p.is_expert else parallel.tp) for p in found),
-        own_main=0
-        if ddp.use_distributed_optimizer
-        else sum(parameter.size_bytes for parameter in found if parameter.dtype == "fp32"),
+        stage_optim=sum(buffer.spread * _undistributed_optimizer_bytes(buffer) for buffer in buffers),
     )
 
 
@@ -108,6 +107,12 @@ def ranks_that_share_tags(config: Config) -> tuple[int, int]:
     of_experts = config.world_size // config.parallel.pp // config.parallel.expert
     is_mixture = config.roles["actor"].model.num_experts is not None
     return config.data_parallel_size, of_experts if is_mixture else config.data_parallel_size
+
+
+def _undistributed_optimizer_bytes(buffer: Buffer) -> int:
+    elements, _ = optimizer_elements([buffer], distributed_optimizer=False, stage_ranks=1)
+    own_main = sum(end - start for start, end in buffer.layout.spans) if buffer.dtype == "fp32" else 0
+    return (elements + own_main) * ITEM_BYTES["fp32"]
 
 
 def _kinds(

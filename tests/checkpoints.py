@@ -1,0 +1,33 @@
+"""What lies in a checkpoint, for tests that compare checkpoints."""
+
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+
+
+def files(checkpoint: Path) -> dict[str, bytes]:
+    """Name -> content of every file that holds or describes tensors."""
+    paths = (path for pattern in ("*/*.distcp", "*/.metadata") for path in sorted(checkpoint.glob(pattern)))
+    return {str(path.relative_to(checkpoint)): path.read_bytes() for path in paths}
+
+
+def whole_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """``<role>/<kind>/<name>`` -> the whole model's tensor, read by torch.distributed.checkpoint alone."""
+    found = {}
+    for path in sorted(checkpoint.glob("*/.metadata")):
+        saved = dcp.FileSystemReader(path.parent).read_metadata().state_dict_metadata
+        tensors = {key: torch.full(meta.size, 77, dtype=meta.properties.dtype) for key, meta in saved.items()}
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            dcp.load(tensors, storage_reader=dcp.FileSystemReader(path.parent), no_dist=True)
+        found |= {f"{path.parent.name}/{key}": tensor for key, tensor in tensors.items()}
+    return found
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    """Both checkpoints hold the same tensors, bit for bit, however they are cut."""
+    found, expected = whole_tensors(one), whole_tensors(other)
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
