@@ -173,7 +173,7 @@ class MemoryConfig(Section):
 class ParallelConfig(Section):
     """Ranks that hold one model together: ``tp`` share every layer (and, between layers, the sequence), ``pp`` have a
     stage of layers each, cut into ``vpp`` chunks that take turns. ``cp``: ranks per sequence. ``expert``: ranks of a
-    data-parallel group over which the experts of a layer are spread."""
+    stage, tensor and data parallel alike, over which the experts of a layer are spread."""
 
     tp: int
     pp: int

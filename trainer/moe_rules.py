@@ -23,21 +23,12 @@ def check_experts(config: Config) -> None:
                 f"{'null' if chosen is None else chosen}: give 1 to {model.num_experts} experts per token, "
                 "model.num_experts_per_tok=2 for example"
             )
-        for size, reason in (
-            ("tp", "tensor-parallel ranks route parts of sequences, and experts are balanced over whole ones"),
-            ("pp", "the load-balancing losses of other stages do not reach the last one, which reports them"),
-        ):
-            if getattr(config.parallel, size) > 1:
-                raise ValueError(
-                    f"{name}.num_experts={model.num_experts} with parallel.{size}={getattr(config.parallel, size)}: "
-                    f"{reason}. Use parallel.{size}=1 (parallel.expert spreads the experts)"
-                )
     check_family(config.roles["actor"].model)
 
 
 def check_expert_parallel(config: Config) -> None:
-    """``parallel.expert`` divides the experts of every mixture, and the data-parallel ranks."""
-    size, ranks = config.parallel.expert, config.data_parallel_size
+    """``parallel.expert`` divides the experts of every mixture, and the ranks of a pipeline stage."""
+    size, ranks = config.parallel.expert, config.parallel.tp * config.data_parallel_size
     counts = {role: settings.model.num_experts for role, settings in config.roles.items() if settings.model.num_experts}
     if size > 1 and not counts:
         raise ValueError(
@@ -48,6 +39,6 @@ def check_expert_parallel(config: Config) -> None:
         fits = [n for n in range(1, ranks + 1) if not (ranks % n or any(count % n for count in counts.values()))]
         experts = ", ".join(f"roles.{role}.model.num_experts={count}" for role, count in counts.items())
         raise ValueError(
-            f"parallel.expert={size} does not divide the data-parallel size {ranks} (launch.nproc / parallel.tp / "
-            f"parallel.pp) and {experts}; these do: parallel.expert={', '.join(map(str, fits))}"
+            f"parallel.expert={size} does not divide the ranks of a pipeline stage, launch.nnodes * launch.nproc / "
+            f"parallel.pp = {ranks}, and {experts}; these do: parallel.expert={', '.join(map(str, fits))}"
         )

@@ -44,12 +44,15 @@ def check_world_size(config: Config) -> None:
 def check_tensor_parallel(config: Config) -> None:
     for role, role_config in config.roles.items():
         model, name, tp = role_config.model, f"roles.{role}.model", config.parallel.tp
-        shared = (model.heads, model.kv_heads, model.ffn_size)
-        if any(size % tp for size in shared):
-            fits = [ranks for ranks in range(1, model.heads + 1) if not any(size % ranks for size in shared)]
+        shared = {"heads": model.heads, "kv_heads": model.kv_heads}
+        if model.num_experts is None:  # an expert lies whole on its rank
+            shared["ffn_size"] = model.ffn_size
+        if any(size % tp for size in shared.values()):
+            fits = [ranks for ranks in range(1, model.heads + 1) if not any(size % ranks for size in shared.values())]
+            *first, last = (f"{field}={size}" for field, size in shared.items())
             raise ValueError(
-                f"parallel.tp={tp} does not divide {name}.heads={model.heads}, kv_heads={model.kv_heads} and "
-                f"ffn_size={model.ffn_size}; these do: parallel.tp={', '.join(map(str, fits))}"
+                f"parallel.tp={tp} does not divide {name}.{', '.join(first)} and {last}; these do: "
+                f"parallel.tp={', '.join(map(str, fits))}"
             )
 
 

@@ -172,7 +172,8 @@ def train_minibatch(role: Role, batch: Batch, loss: Loss, **split: Unpack[Split]
         ``skipped`` (1.0 if the gradient norm was not finite); of a mixture of experts also ``aux_loss_sum``.
     """
     reports: list[dict[str, Tensor]] = []
-    balance, is_mixture = LoadBalance(), role.config.model.num_experts is not None
+    model = role.config.model
+    balance, is_mixture = LoadBalance(layers=model.layers), model.num_experts is not None
     parts = micro_batches(batch, **split)
 
     def on_output(micro_batch: Batch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -187,15 +188,16 @@ def train_minibatch(role: Role, batch: Batch, loss: Loss, **split: Unpack[Split]
 
     with role.training():
         _run_schedule(role, [part.take(batch) for part in parts], on_output, forward_only=False, around=around)
-        result = from_last_stage(_summed(reports, balance) if is_last_stage() else None)
+        aux_losses = balance.sums()
+        result = from_last_stage(_summed(reports, aux_losses) if is_last_stage() else None)
         updated, grad_norm = (True, 0.0) if result["loss_count"] == 0 else role.step()
     return {**result, "grad_norm": grad_norm, "skipped": float(not updated)}
 
 
-def _summed(reports: list[dict[str, Tensor]], balance: LoadBalance) -> dict[str, float]:
+def _summed(reports: list[dict[str, Tensor]], aux_losses: dict[str, Tensor]) -> dict[str, float]:
     """Over micro-batches and data-parallel ranks."""
     sums = {name: torch.stack([report[name].double() for report in reports]).sum() for name in reports[0]}
-    return sum_over_ranks(sums | balance.sums())
+    return sum_over_ranks(sums | aux_losses)
 
 
 def supervised_loss(*, vocab_size: int) -> Loss:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor, distributed
 
 import patches
@@ -46,6 +45,13 @@ POLICIES = {
     "sharded": ("memory=lean", "memory.tags=sharded"),
     "dense_critic": ("memory=lean", "model@roles.critic.model=tiny"),
 }
+RESPREADS = {
+    "tp": ("parallel.tp=2", "parallel.expert=1", "memory.tags=sharded"),
+    "pp": ("parallel.pp=2", "parallel.expert=1"),
+    "tp_expert": ("parallel.tp=2", "parallel.expert=2", "memory=rebuild"),
+    "tp_plain": ("parallel.tp=2", "parallel.expert=1", *NO_DISTRIBUTED),
+    "respread": ("parallel.expert=2",),
+}
 FOOTPRINTS = {
     "lean": (),
     "fp32_odd": ("model.dtype=fp32", *ODD),
@@ -71,10 +77,9 @@ def run_checks(directory: Path) -> dict[str, Any]:
     platform.set_up_process_groups(config)
     results: dict[str, Any] = {}
     for size in (1, 2):
-        if size > 1:
-            parallel_state.destroy_model_parallel()
-            parallel_state.initialize_model_parallel(1, 1, expert_model_parallel_size=size)
         spread = (*MOE, "launch.nproc=2", f"parallel.expert={size}")
+        if size > 1:
+            platform.set_up_parallel_groups(config_of(*SMALL, *spread).parallel)
         results["weights", size] = whole_weights(spread)
         results["gradients", size] = gradients(spread)
         results["records", size] = records(spread, size)
@@ -161,7 +166,8 @@ def records(overrides: tuple[str, ...], size: int) -> dict[str, Any]:
 
 
 def checkpoints(directory: Path, overrides: tuple[str, ...], size: int) -> dict[str, Any]:
-    """Jobs that save after each step: unbroken, resumed, and what the other way to spread saved, saved again."""
+    """Jobs that save after each step: unbroken, resumed, and what the other way to spread saved, saved again by one
+    layout after another."""
     saving = (*SMALL, *overrides, "checkpoint.every_steps=1", "checkpoint.keep_last=9")
     lean, rebuild = (config_of(*saving, f"memory={policy}") for policy in ("lean", "rebuild"))
     own, other = (directory / f"spread_{n}" / "checkpoints" for n in (size, 3 - size))
@@ -170,16 +176,21 @@ def checkpoints(directory: Path, overrides: tuple[str, ...], size: int) -> dict[
         shared = config_of(*saving, "memory=lean", "memory.tags=sharded", "checkpoint.async_save=true")
         cases.append(Case("resumed", rebuild, directory / "resumed", own / "step_1"))
         cases.append(Case("resumed_sharded", shared, directory / "resumed_sharded", own / "step_1"))
-        cases.append(Case("respread", lean, directory / "respread", other / "step_2", copy_only=True))
+        last = other / "step_2"
+        for name, layout in RESPREADS.items():
+            run = directory / name
+            cases.append(Case(name, config_of(*saving, *layout), run, last, copy_only=True))
+            last = run / "checkpoints/step_2"
     results = {}
     for case in cases:
         patches.revert("cpu_saver")
         patches.apply("cpu_saver")
+        platform.set_up_parallel_groups(case.config.parallel)
         results[case.name] = checkpoint_worker._run(case)
     return results
 
 
-def asleep(name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+def asleep(name: str, overrides: tuple[str, ...], *, lengths: tuple[int, ...] = (90, 5)) -> dict[str, Any]:
     """Where the storages of a sleeping role lie, if they are of 8 KiB or more (states of generators are of five)."""
     from torch_memory_saver import torch_memory_saver
 
@@ -191,15 +202,15 @@ def asleep(name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     before = {tensor.untyped_storage().data_ptr() for tensor in alive()}
     role = make_role(name, *overrides)
     buffers = {
-        "dense": [str(buffer.param_dtype) for buffer in role.chunks[0].buffers],
-        "experts": [str(buffer.param_dtype) for buffer in role.chunks[0].expert_parallel_buffers],
+        "dense": [str(buffer.param_dtype) for chunk in role.chunks for buffer in chunk.buffers],
+        "experts": [str(buffer.param_dtype) for chunk in role.chunks for buffer in chunk.expert_parallel_buffers],
     }
     regions = {
         torch_memory_saver._impl.region_of(data)[0]
         for buffer in ddp_buffers(role)
         for data in (buffer.param_data, buffer.grad_data)
     }
-    train(role, lengths=(90, 5))
+    train(role, lengths=lengths)
     role.sleep()
     arenas = [arena for arena, _ in role.backuper._tags.values()] if role.backuper else []
     known = before | {arena._flat.data_ptr() for arena in [*arenas, role._regions._arena._arena]}

@@ -5,12 +5,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import distributed
 
 from tests.dist.data_parallel_worker import OVERLAP, small_buckets
 from tests.roles import VOCAB_SIZE, ddp_buffers, fresh_saver, make_role, small_config
 from trainer import platform
-from trainer.distributed import data_parallel_group, data_parallel_size, pipeline_group, pipeline_rank
+from trainer.distributed import pipeline_group, pipeline_rank
 from trainer.memory.saver import make_saver
 from trainer.models.build import named_tensors
 from trainer.plan.footprint import footprint
@@ -53,6 +54,10 @@ SHARED_CASES: dict[str, tuple[str, ...]] = {
     "pp_tied": ("parallel.pp=2", "model.tie_embeddings=true", "memory=full", *EVEN),
     "vpp": ("parallel.pp=2", "parallel.vpp=2", *EVEN),
     "vpp_no_distributed": ("parallel.pp=2", "parallel.vpp=2", *NO_DISTRIBUTED, *EVEN),
+    "tp_mixtral": ("parallel.tp=2", "memory.tags=sharded", *EXPERTS, *ODD),
+    "tp_no_distributed_mixtral": ("parallel.tp=2", *NO_DISTRIBUTED, *EXPERTS, *ODD),
+    "tp_expert_mixtral": ("parallel.tp=2", "parallel.expert=2", *EXPERTS, *ODD, "model.num_experts=6"),
+    "vpp_mixtral": ("parallel.pp=2", "parallel.vpp=2", *EXPERTS, *ODD, "model.layers=4"),
 }
 ENGINE_CASES = ("lean", "tied", "qkv_bias", "qk_norm", "fp32", "mixtral", "qwen3_moe")
 SMALL_BUCKET = 20_000
@@ -109,9 +114,10 @@ def _of_every_stage(found: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _largest(events: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """What every data-parallel rank recorded, each with its largest bytes."""
-    everyones: list[Any] = [None] * data_parallel_size()
-    distributed.all_gather_object(everyones, events, group=data_parallel_group())
+    """What every rank of a pipeline stage recorded, each with its largest bytes."""
+    group: Any = parallel_state.get_tensor_and_data_parallel_group()
+    everyones: list[Any] = [None] * group.size()
+    distributed.all_gather_object(everyones, events, group=group)
     return [(*same[0][:3], *(max(sizes) for sizes in zip(*(e[3:] for e in same), strict=True)))
             for same in zip(*everyones, strict=True)]
 
@@ -124,7 +130,7 @@ def _bytes_of(role: Role) -> dict[str, int]:
     tags = {role.backuper.bytes_of(tag) for tag in role.backuper.backup_tags} if role.backuper else {0}
     assert len(tags) == 1
     largest = torch.tensor([role._state.flat.nbytes, 4 * role._state.main_size, *tags])
-    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=data_parallel_group())
+    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=parallel_state.get_tensor_and_data_parallel_group())
     measured = {
         "param": sum(b.param_data.nbytes for b in buffers if b.param_data is not None),
         "grad": sum(b.grad_data.nbytes for b in buffers),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, distributed
 
 from tests.dist.data_parallel_worker import my_share
+from tests.dist.expert_parallel_worker import asleep
 from tests.dist.invariance_worker import run_configs
 from tests.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, normal, small_config
 from trainer import loop, platform, step, worker
@@ -18,6 +19,7 @@ from trainer.config import Config
 from trainer.distributed import pipeline_group
 from trainer.models.hf_bridge import from_hf, to_hf
 from trainer.models.hf_files import SafetensorsFolder
+from trainer.models.moe import load_balancing_loss
 from trainer.models.sharding import whole_tensors
 from trainer.role import Role
 from trainer.rules import make_task
@@ -32,23 +34,30 @@ MODEL = (
 
 @dataclass(frozen=True)
 class Job:
-    """What one worker group does: small pieces of work per layout, and whole runs."""
+    """What one worker group does: small pieces of work per layout, whole runs, and roles put to sleep."""
 
     layouts: dict[str, tuple[str, ...]]
     runs: dict[tuple[str, str], Config]
+    sleepers: dict[str, tuple[str, ...]]
     directory: Path
 
 
 def run_job(job: Job) -> dict[str, Any]:
-    """What rank 0 found: ``layouts``, ``runs`` (see :func:`run_configs`) and, with four ranks, ``vocabulary``."""
+    """What rank 0 found: ``layouts``, ``runs`` (see :func:`run_configs`), ``asleep`` and, with four ranks,
+    ``vocabulary`` and ``balance``."""
     first = small_config(*MODEL, *next(iter(job.layouts.values())))
     platform.set_up(first)
     platform.set_up_process_groups(first)
     layouts = {name: _run_layout((*MODEL, *o), job.directory / name) for name, o in job.layouts.items()}
     found: dict[str, Any] = {"layouts": layouts}
     found["runs"] = run_configs(job.runs)
+    found["asleep"] = {}
+    for name, overrides in job.sleepers.items():
+        platform.set_up_parallel_groups(small_config(*overrides).parallel)
+        found["asleep"][name] = asleep("actor", overrides, lengths=(90, 5, 7, 8))
     if distributed.get_world_size() == 4:
         found["vocabulary"] = _split_vocabulary()
+        found["balance"] = _split_sequences()
     return found
 
 
@@ -118,6 +127,22 @@ def _split_vocabulary() -> list[dict[str, Tensor]]:
     )
     (log_probs * torch.arange(6.0) + entropy.square()).sum().backward()
     found = {"logits": logits, "targets": targets, "log_probs": log_probs.detach(), "entropy": entropy.detach()}
+    everyones: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyones, {**found, "gradient": own.grad})
+    return everyones
+
+
+def _split_sequences() -> list[dict[str, Tensor]]:
+    """What every rank gets for the load of three sequences, of 8, 3 and no tokens, of which each has two columns."""
+    columns = slice(2 * distributed.get_rank(), 2 * distributed.get_rank() + 2)
+    probabilities = normal((8, 3, 5), seed=0).double().softmax(-1)
+    is_chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(-1, probabilities.topk(2).indices, True)
+    is_real = torch.arange(8)[:, None] < torch.tensor([8, 3, 0])
+    own = probabilities[columns].clone().requires_grad_()
+    world: Any = distributed.group.WORLD
+    losses = load_balancing_loss(own, is_chosen[columns], is_real=is_real[columns], group=world)
+    (losses * torch.arange(1.0, 4.0)).sum().backward()
+    found = {"probabilities": probabilities, "is_chosen": is_chosen, "is_real": is_real, "losses": losses.detach()}
     everyones: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyones, {**found, "gradient": own.grad})
     return everyones

@@ -13,13 +13,29 @@ from trainer.launch_environment import worker_environment
 TP, PP, VPP = ("parallel.tp=2",), ("parallel.pp=2",), ("parallel.pp=2", "parallel.vpp=2")
 TIED = ("model.tie_embeddings=true", "model.qk_norm=false", "model.qkv_bias=true")
 PLAIN = tuple(f"roles.{role}.ddp.use_distributed_optimizer=false" for role in ("actor", "critic"))
+MOE = (
+    *("model.num_experts=4", "model.num_experts_per_tok=2", "model.ffn_size=72", "model.kv_heads=4"),
+    "model.router_aux_loss_coef=0.5",
+)
 OVERLAP = tuple(
     f"roles.{role}.ddp.overlap_{name}=true" for role in ("actor", "critic") for name in ("grad_reduce", "param_gather")
 )
 LAYOUTS = {
-    1: {"one": (), "one_tied": TIED},
-    2: {"tp": TP, "tp_plain": (*TP, *PLAIN), "pp": PP, "pp_tied": (*PP, *TIED), "vpp": (*VPP, *OVERLAP)},
-    4: {"tp_vpp": (*TP, *VPP), "dp_tp": TP, "tp_pp_tied": (*TP, *PP, *TIED)},
+    1: {"one": (), "one_tied": TIED, "one_moe": MOE},
+    2: {
+        **{"tp": TP, "tp_plain": (*TP, *PLAIN), "pp": PP, "pp_tied": (*PP, *TIED), "vpp": (*VPP, *OVERLAP)},
+        **{"tp_moe": (*TP, *MOE), "tp_ep_moe_plain": (*TP, *MOE, "parallel.expert=2", *PLAIN)},
+        **{"tp_moe_plain": (*TP, *MOE, *PLAIN), "vpp_moe": (*VPP, *MOE)},
+    },
+    4: {
+        **{"tp_vpp": (*TP, *VPP), "dp_tp": TP, "tp_pp_tied": (*TP, *PP, *TIED)},
+        **{"tp_pp_ep_moe": (*TP, *PP, *MOE, "parallel.expert=2"), "dp_tp_ep_moe": (*TP, *MOE, "parallel.expert=4")},
+        **{"tp4_ep_moe": ("parallel.tp=4", *MOE, "parallel.expert=2")},
+        **{
+            "dp_tp_moe_overlap": (*TP, *MOE, *OVERLAP),
+            "dp_vpp_ep_moe": (*VPP, *MOE, "parallel.expert=2", "algo.micro_batch_size=1"),
+        },
+    },
 }
 SHARED = [name for ranks in (2, 4) for name in LAYOUTS[ranks]]
 
@@ -31,19 +47,25 @@ POLICIES = {
     "rebuild": ("memory=rebuild",),
     "sharded": ("memory=lean", "memory.tags=sharded"),
 }
-RUNS = {1: {}, 2: {"tp": TP, "vpp": VPP}, 4: {"tp_pp": (*TP, *PP), "dp_pp": (*PP, "model.tie_embeddings=true")}}
-WITH_TAGS = ("dp_pp",)  # where several data-parallel ranks could share the tags
+RUNS = {
+    1: {},
+    2: {"tp": TP, "vpp": VPP, "tp_moe": (*TP, *MOE), "vpp_moe": (*VPP, *MOE)},
+    4: {"tp_pp": (*TP, *PP), "dp_pp": (*PP, "model.tie_embeddings=true")},
+}
+SLEEPERS = {2: {"tp": (*TP, *MOE), "vpp": (*VPP, *MOE, "model.layers=4")}}
+# Tags are shared where several ranks hold the same.
+POLICIES_OF = {"dp_pp": ("none", "sharded"), "tp_moe": ("none", "rebuild", "sharded"), "vpp_moe": ("none", "lean")}
 
 
 def policies_of(layout):
-    return ("none", "sharded") if layout in WITH_TAGS else ("none", "full", "lean", "rebuild")
+    return POLICIES_OF[layout] if layout in POLICIES_OF else ("none", "full", "lean", "rebuild")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """The results of a worker group of one, of two and of four ranks, together."""
     environment = worker_environment(platform="cpu", sleeps=True, threads_per_worker=1)
-    results = {"layouts": {}, "runs": {}}
+    results = {"layouts": {}, "runs": {}, "asleep": {}}
     for ranks, layouts in LAYOUTS.items():
         nproc = f"launch.nproc={ranks}"
         runs = {
@@ -52,21 +74,23 @@ def found(tmp_path_factory):
             for policy in policies_of(name)
         }
         directory = tmp_path_factory.mktemp("parallel")
-        job = Job({name: (nproc, *overrides) for name, overrides in layouts.items()}, runs, directory)
+        sleepers = {name: (nproc, *overrides) for name, overrides in SLEEPERS.get(ranks, {}).items()}
+        job = Job({name: (nproc, *overrides) for name, overrides in layouts.items()}, runs, sleepers, directory)
         one = launch(run_job, job, nproc=ranks, log_dir=directory / "logs", environment=environment)
         results = {**one, **{key: results[key] | one[key] for key in results}}
     return results
 
 
 def reference_of(layout):
-    return "one_tied" if "tied" in layout else "one"
+    return "one_tied" if "tied" in layout else "one_moe" if "moe" in layout else "one"
 
 
 @pytest.mark.parametrize("layout", SHARED)
 def test_the_same_seed_gives_the_same_whole_model(found, layout):
     """Name, order and bits of all that is exported, file by file; a critic takes the actor's body part by part."""
     actual, expected = (found["layouts"][name] for name in (layout, reference_of(layout)))
-    assert actual["exported"] == expected["exported"]
+    in_order = sorted if "_ep_" in layout else list  # a layer's experts come as they are gathered from ranks
+    assert in_order(actual["exported"]) == in_order(expected["exported"])
     assert "model.safetensors" in expected["folder"]
     assert actual["folder"] == expected["folder"]
     bodies = [
@@ -108,6 +132,33 @@ def test_log_probs_and_entropy_of_a_split_vocabulary(found):
         torch.testing.assert_close(each["log_probs"], log_probs.detach())
         torch.testing.assert_close(each["entropy"], entropy.detach())
     torch.testing.assert_close(torch.cat([each["gradient"] for each in everyones], dim=-1), logits.grad)
+
+
+def test_the_load_balancing_loss_of_split_sequences(found):
+    """Every rank gets whole sequences' losses, and the gradients of its own columns."""
+    everyones = found["balance"]
+    whole = {key: everyones[0][key] for key in ("probabilities", "is_chosen", "is_real")}
+    experts, (first, second, none) = 5, everyones[0]["losses"].tolist()
+    assert none == 0
+    for sequence, loss in ((0, first), (1, second)):  # by hand: real tokens come first
+        tokens = int(whole["is_real"][:, sequence].sum())
+        shares = whole["is_chosen"][:tokens, sequence].double().sum(0) / (2 * tokens)
+        means = whole["probabilities"][:tokens, sequence].mean(0)
+        assert loss == pytest.approx(experts * float(shares @ means), rel=1e-6)
+        expected = (sequence + 1) * experts * shares / tokens
+        gradient = torch.cat([each["gradient"] for each in everyones])[:, sequence]
+        torch.testing.assert_close(gradient[:tokens], expected.expand(tokens, -1), rtol=1e-6, atol=0)
+        assert not gradient[tokens:].any()
+    for each in everyones:
+        assert torch.equal(each["losses"], everyones[0]["losses"])
+
+
+@pytest.mark.parametrize("layout", [name for layouts in SLEEPERS.values() for name in layouts])
+def test_no_chunk_of_a_sleeping_mixture_keeps_anything(found, layout):
+    asleep = found["asleep"][layout]
+    assert len(asleep["buffers"]["experts"]) == (1 if layout == "tp" else 0)
+    assert asleep["regions"] == {"actor/param", "actor/grad"}
+    assert asleep["loose"] == []
 
 
 @pytest.mark.parametrize(

@@ -76,16 +76,16 @@ def test_buckets_and_padding_of_megatrons_buffers():
 )
 def test_elements_of_the_flat_optimizer_state(distributed, dtype, expected):
     layout = buffer_layout([130, 100, 70], data_parallel=3, distributed_optimizer=distributed, bucket_size=200)
-    found = optimizer_elements([Buffer(dtype, layout)], distributed_optimizer=distributed, data_parallel=3)
+    found = optimizer_elements([Buffer(dtype, layout)], distributed_optimizer=distributed, stage_ranks=3)
     assert found == expected
 
 
 def test_neighbouring_ranks_cut_their_different_experts_alike():
     """Of six ranks, ranks 0 and 1 have other experts: ranks 0, 2, 4 share a buffer, and 1, 3, 5 another."""
     layout = buffer_layout([130, 100, 70], data_parallel=3, distributed_optimizer=True, bucket_size=200)
-    buffer = Buffer("bf16", layout, expert_parallel=2)
+    buffer = Buffer("bf16", layout, spread=2)
     assert buffer.shards(6) == [[70, 128], [70, 128], [100, 2], [100, 2], [], []]
-    assert optimizer_elements([buffer], distributed_optimizer=True, data_parallel=6) == (3 * (80 + 128), 80 + 128)
+    assert optimizer_elements([buffer], distributed_optimizer=True, stage_ranks=6) == (3 * (80 + 128), 80 + 128)
 
 
 def test_a_shared_tag_takes_each_rank_its_pieces_of_every_bucket():
@@ -93,8 +93,8 @@ def test_a_shared_tag_takes_each_rank_its_pieces_of_every_bucket():
     layout = buffer_layout([130, 100, 70], data_parallel=3, distributed_optimizer=True, bucket_size=200)
     found = [Parameter(str(size), size, "bf16") for size in (130, 100, 70)]
     sizes = {"found": found, "buffers": [Buffer("bf16", layout)], "table_bytes": 64}
-    assert tag_bytes(**sizes, data_parallel=3) == 64 + 192 + 256
-    assert tag_bytes(**sizes, data_parallel=1) == tag_bytes(**sizes, data_parallel=None) == 64 + 320 + 256 + 192
+    assert tag_bytes(**sizes, stage_ranks=3) == 64 + 192 + 256
+    assert tag_bytes(**sizes, stage_ranks=1) == tag_bytes(**sizes, stage_ranks=None) == 64 + 320 + 256 + 192
 
 
 def test_shared_tags_divide_the_host_bytes_of_every_tag_by_the_ranks():
@@ -119,7 +119,8 @@ def test_shared_tags_divide_the_host_bytes_of_every_tag_by_the_ranks():
 def test_the_value_head_has_a_buffer_of_its_own():
     config = config_of()
     found = parameters(config.roles["critic"].model, vocab_size=320, value_head=True, parallel=config.parallel)
-    buffers = buffers_of(found, ddp=config.roles["critic"].ddp, data_parallel=1, expert_parallel=1, bucket_size=None)
+    settings = {"ddp": config.roles["critic"].ddp, "parallel": config.parallel}
+    buffers = buffers_of(found, **settings, stage_ranks=1, bucket_size=None)
     assert [(buffer.dtype, buffer.layout.size) for buffer in buffers if buffer.dtype == "fp32"] == [("fp32", 128)]
     assert [parameter.name for parameter in found if parameter.dtype == "fp32"] == ["output_layer.weight"]
 

@@ -20,8 +20,9 @@ from tests.roles import (
     train,
     weights_of,
 )
-from trainer import metrics, moe_rules, optimizer, step
+from trainer import metrics, optimizer, step
 from trainer.config import ModelConfig
+from trainer.distributed import tensor_parallel_group
 from trainer.models import moe
 
 _TINY = OmegaConf.to_container(OmegaConf.load(Path(conf.__file__).parent / "model/tiny.yaml"))
@@ -85,9 +86,11 @@ def test_the_loss_by_hand():
     probabilities = torch.tensor([[[0.75, 0.25], [0.75, 0.25]], [[0.75, 0.25], [0.25, 0.75]], [[0.9, 0.1]] * 2])
     is_chosen = functional.one_hot(probabilities.argmax(-1), 2).bool()
     is_real = torch.tensor([[True, True], [True, True], [False, False]])
-    losses = moe.load_balancing_loss(probabilities, is_chosen, is_real=is_real)
+    group = tensor_parallel_group()
+    losses = moe.load_balancing_loss(probabilities, is_chosen, is_real=is_real, group=group)
     assert losses.tolist() == [2 * (1.0 * 0.75 + 0.0), 2 * (0.5 * 0.5 + 0.5 * 0.5)]
-    empty = moe.load_balancing_loss(probabilities, is_chosen, is_real=torch.zeros(3, 2, dtype=torch.bool))
+    nothing = torch.zeros(3, 2, dtype=torch.bool)
+    empty = moe.load_balancing_loss(probabilities, is_chosen, is_real=nothing, group=group)
     assert empty.tolist() == [0, 0]
 
 
@@ -129,7 +132,9 @@ def test_the_gradient_is_that_of_the_mean_over_sequences(mode):
     def hook(module, inputs, outputs):
         probabilities = functional.linear(inputs[0], module.weight).softmax(-1)
         is_chosen = outputs[1].view(probabilities.shape)
-        losses.append((moe.load_balancing_loss(probabilities, is_chosen, is_real=is_real) * weights).sum())
+        group = tensor_parallel_group()
+        of_sequences = moe.load_balancing_loss(probabilities, is_chosen, is_real=is_real, group=group)
+        losses.append((of_sequences * weights).sum())
 
     for layer in moe._moe_layers(role.chunks[0]):
         layer.router.register_forward_hook(hook)
@@ -211,13 +216,17 @@ def test_nothing_of_a_forward_pass_outlives_a_sleep():
         (("parallel.expert=2", "launch.nproc=2"), r"no role is a mixture of experts: use parallel\.expert=1"),
         (
             ("model=tiny_moe", "parallel.expert=3", "launch.nproc=4"),
-            r"parallel\.expert=3 does not divide the data-parallel size 4 .* these do: parallel\.expert=1, 2, 4",
+            r"parallel\.expert=3 does not divide .*, launch.* = 4, and .*; these do: parallel\.expert=1, 2, 4$",
         ),
         (
             ("model=tiny_moe", "model.num_experts=6", "parallel.expert=4", "launch.nproc=4"),
             r"and roles\.actor\.model\.num_experts=6, .*; these do: parallel\.expert=1, 2$",
         ),
-        (("model=tiny_moe", "parallel.expert=2"), r"the data-parallel size 1 .*; these do: parallel\.expert=1$"),
+        (("model=tiny_moe", "parallel.expert=2"), r"a pipeline stage, .* = 1, .*; these do: parallel\.expert=1$"),
+        (
+            ("model=tiny_moe", "parallel.expert=4", "parallel.pp=2", "launch.nproc=4"),
+            r"a pipeline stage, launch\..* / parallel\.pp = 2, and .*: parallel\.expert=1, 2$",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(overrides, message):
@@ -225,11 +234,16 @@ def test_what_cannot_be_is_refused(overrides, message):
         config_of("platform=cpu", *overrides)
 
 
-def test_tensor_and_pipeline_parallel_mixtures_are_refused():
-    config = config_of("platform=cpu", "model=tiny_moe")
-    object.__setattr__(config, "parallel", dataclasses.replace(config.parallel, pp=2))
-    with pytest.raises(ValueError, match=r"num_experts=8 with parallel\.pp=2: .* Use parallel\.pp=1"):
-        moe_rules.check_experts(config)
+def test_tensor_and_data_parallel_ranks_share_experts():
+    """And an expert is not cut, so that its size need not be a multiple of anything."""
+    mixture = ("platform=cpu", "model=tiny_moe", "parallel.tp=2", "launch.nproc=4", "algo.micro_batch_size=1")
+    for size in (1, 2, 4):
+        config = config_of(*mixture, "model.ffn_size=127", f"parallel.expert={size}")
+        assert (config.data_parallel_size, config.parallel.expert) == (2, size)
+    with pytest.raises(
+        ValueError, match=r"parallel\.tp=2 does not divide roles\.critic\.model\.heads=4, kv_h.* and ffn_"
+    ):
+        config_of(*mixture, "model.ffn_size=127", "model@roles.critic.model=tiny", "roles.critic.model.ffn_size=127")
 
 
 def test_one_role_may_be_dense():

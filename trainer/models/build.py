@@ -144,7 +144,7 @@ def _build_chunk(
     )
     if model.rope_scaling is not None:  # Megatron's own rope_scaling knows only one of its four numbers
         gpt.rotary_pos_emb.inv_freq = _scaled_inverse_frequencies(model)
-    moe.replace_routers(gpt, model)
+    moe.complete_layers(gpt, model)
     if value_head and is_last:
         gpt.output_layer = ValueHead(config)  # type: ignore[assignment]
     return gpt.to(torch.cuda.current_device())
@@ -225,5 +225,7 @@ def move_rest(chunks: list[Any], region: AbstractContextManager[None]) -> None:
 
 
 def drop_caches() -> None:
-    """Forget Megatron's cached rotary tables: they would lie outside every region and outlive a sleep."""
+    """Forget Megatron's cached rotary tables and the buffers into which tensor-parallel layers gather sequences: they
+    would lie outside every region and outlive a sleep."""
     RotaryEmbedding.forward.cache_clear()  # type: ignore[attr-defined]
+    parallel_state.get_global_memory_buffer().buffer.clear()

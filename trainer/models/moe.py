@@ -4,8 +4,11 @@ Megatron's layer sends every token to its experts, on whichever rank they are, a
 in it is ours: logits, top-k and weights are those of transformers, and no split into micro-batches or ranks changes the
 load-balancing loss. Experts have global names (``mlp.experts.5``) wherever they lie.
 
-Simplified: every layer has experts, which run one after the other; no shared experts, no tensor or
-pipeline parallelism.
+An expert lies whole on its rank: every ``parallel.expert`` ranks that follow each other in a pipeline stage, be they
+tensor or data parallel, hold the stage's experts once (Megatron's expert tensor parallel size is 1). Between attention
+layers each tensor-parallel rank has its own part of every sequence, so all ranks of a stage send other tokens.
+
+Simplified: every layer has experts, which run one after the other; no shared experts.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, distributed, nn
@@ -26,6 +30,7 @@ from torch.nn import functional
 
 from trainer.algo.masked import divide_or_zero
 from trainer.config import ModelConfig
+from trainer.distributed import pipeline_group, tensor_parallel_group
 
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.)\d+(?=\.)")
 
@@ -42,13 +47,22 @@ def transformer_settings(model: ModelConfig, *, expert_parallel: int) -> dict[st
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",  # the one that takes other numbers of tokens on other ranks
         "expert_model_parallel_size": expert_parallel,
+        "expert_tensor_parallel_size": 1,
     }
 
 
-def replace_routers(gpt: nn.Module, model: ModelConfig) -> None:
-    """Give the layers of a new model our routers, whose weights are not drawn yet."""
+def complete_layers(gpt: nn.Module, model: ModelConfig) -> None:
+    """Give the layers of a new model our routers, whose weights are not drawn yet, and their experts DDP buffers of
+    their own where tensor-parallel ranks send them other tokens.
+
+    Gradients in those buffers are summed, and optimizer states shared, over all ranks of the stage that hold the same
+    experts. Megatron has such buffers by itself only where experts are spread.
+    """
     for layer in _moe_layers(gpt):
         layer.router = Router(model, layer.config)
+        if layer.config.tensor_model_parallel_size > 1:
+            for weight in layer.experts.parameters():
+                weight.allreduce = False
 
 
 def _moe_layers(module: nn.Module) -> Iterator[Any]:
@@ -70,7 +84,8 @@ def drop_routing(chunks: Iterable[Any]) -> None:
 
 @dataclass(frozen=True)
 class _Sequences:
-    """Of the micro-batch in work: is_real [b, s] bool (no padding), weights [b], aux_losses one scalar per layer."""
+    """Of the micro-batch in work: is_real [s / tp, b] bool (no padding), this rank's part; weights [b]; aux_losses one
+    scalar for each layer of a chunk."""
 
     is_real: Tensor
     weights: Tensor
@@ -97,8 +112,8 @@ class Router(nn.Module):
         """Megatron tells every router its layer's number, which this one has no use for."""
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """hidden [s, b, hidden_size] -> (weights [s * b, experts] in fp32, zero where an expert is not chosen;
-        is_chosen [s * b, experts] bool)."""
+        """hidden [s / tp, b, hidden_size], of this rank's part of the sequences -> (weights [s / tp * b, experts] in
+        fp32, zero where an expert is not chosen; is_chosen [s / tp * b, experts] bool)."""
         probabilities = functional.linear(hidden, self.weight).float().softmax(dim=-1)
         top, experts = probabilities.topk(self._model.num_experts_per_tok, dim=-1)  # type: ignore[arg-type]
         if self._model.norm_topk_prob:
@@ -107,7 +122,8 @@ class Router(nn.Module):
         is_chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(-1, experts, True)
         sequences = _in_work.get()
         if sequences is not None and torch.is_grad_enabled():
-            losses = load_balancing_loss(probabilities, is_chosen, is_real=sequences.is_real.T)
+            group = tensor_parallel_group()
+            losses = load_balancing_loss(probabilities, is_chosen, is_real=sequences.is_real, group=group)
             aux_loss = (losses * sequences.weights).sum()
             sequences.aux_losses.append(aux_loss.detach())
             if self._model.router_aux_loss_coef:
@@ -115,7 +131,9 @@ class Router(nn.Module):
         return weights.flatten(0, 1), is_chosen.flatten(0, 1)
 
 
-def load_balancing_loss(probabilities: Tensor, is_chosen: Tensor, *, is_real: Tensor) -> Tensor:
+def load_balancing_loss(
+    probabilities: Tensor, is_chosen: Tensor, *, is_real: Tensor, group: distributed.ProcessGroup
+) -> Tensor:
     """The load-balancing loss of each sequence by itself, [b]; 1 if all experts get the same.
 
     ``experts * sum over experts of (fraction of the choices that fell on it) * (its mean probability)``: Switch
@@ -123,14 +141,16 @@ def load_balancing_loss(probabilities: Tensor, is_chosen: Tensor, *, is_real: Te
     (arXiv:2412.19437). A loss over all tokens of a micro-batch would depend on how a batch is split.
 
     Args:
-        probabilities: [s, b, experts], of the router's softmax.
-        is_chosen: [s, b, experts] bool.
-        is_real: [s, b] bool, False for padding, which does not count.
+        probabilities: [s / ranks, b, experts], of the router's softmax.
+        is_chosen: [s / ranks, b, experts] bool.
+        is_real: [s / ranks, b] bool, False for padding, which does not count.
+        group: ranks that have a part of each sequence. All get the whole sequence's loss, and the gradients of their
+            own probabilities.
     """
-    real = is_real[..., None].float()
-    chosen, mass = (is_chosen * real).sum(0), (probabilities * real).sum(0)  # [b, experts]
-    choices, tokens = chosen.sum(-1), is_real.sum(0)
-    return probabilities.shape[-1] * divide_or_zero((chosen * mass).sum(-1), choices * tokens)
+    experts, real = probabilities.shape[-1], is_real[..., None].float()
+    own = torch.cat([(is_chosen * real).sum(0), (probabilities * real).sum(0), real.sum(0)], dim=-1)
+    chosen, mass, tokens = reduce_from_tensor_model_parallel_region(own, group=group).split([experts, experts, 1], -1)
+    return experts * divide_or_zero((chosen * mass).sum(-1), chosen.sum(-1) * tokens.squeeze(-1))
 
 
 class LoadBalance:
@@ -138,14 +158,18 @@ class LoadBalance:
 
     It is a per-token loss that has a sequence's load-balancing loss at every response token, summed over the layers: so
     it is normalised as every other loss is, whatever the aggregation.
+
+    Args:
+        layers: of the whole model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, layers: int) -> None:
+        self._layers = layers
         self._total: Tensor | None = None
 
     @contextmanager
     def watch(self, response_mask: Tensor, *, weights: Tensor) -> Iterator[None]:
-        """A forward pass over a micro-batch happens inside.
+        """A forward pass of one chunk over a micro-batch happens inside.
 
         Args:
             response_mask: [b, s-1], as in :mod:`trainer.step`; what comes after a sequence's last response token is
@@ -153,20 +177,27 @@ class LoadBalance:
             weights: [b], what a loss of one per response token comes to, by sequence.
         """
         until_last = response_mask.flip(1).cummax(1).values.flip(1)
-        sequences = _Sequences(torch.cat([until_last[:, :1], until_last], dim=1), weights, [])
+        is_real, group = torch.cat([until_last[:, :1], until_last], dim=1).T, tensor_parallel_group()
+        columns = functional.pad(is_real, (0, 0, 0, -len(is_real) % group.size())).chunk(group.size())
+        sequences = _Sequences(columns[group.rank()], weights, [])
         token = _in_work.set(sequences)
         try:
             yield
         finally:
             _in_work.reset(token)
         if sequences.aux_losses:
-            mean = torch.stack(sequences.aux_losses).double().mean()
-            self._total = mean if self._total is None else self._total + mean
+            of_layers = torch.stack(sequences.aux_losses).double().sum() / self._layers
+            self._total = of_layers if self._total is None else self._total + of_layers
 
     def sums(self) -> dict[str, Tensor]:
         """``aux_loss_sum``, to be divided by the loss's count: the mean over layers and sequences, without the
-        coefficient. Nothing for a dense model."""
-        return {} if self._total is None else {"aux_loss_sum": self._total}
+        coefficient. Nothing for a dense model. Collective over the pipeline group."""
+        if self._total is None:
+            return {}
+        total = self._total.clone()
+        if pipeline_group().size() > 1:
+            distributed.all_reduce(total, group=pipeline_group())
+        return {"aux_loss_sum": total}
 
 
 # ---- names, and experts on other ranks ------------------------------------------------------------------------------

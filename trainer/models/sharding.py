@@ -120,7 +120,8 @@ def declare_shardings(gpt: Any, *, vocab_size: int) -> None:
     ranks = tensor_parallel_group().size()
     for name, tensor in _tensors_of(gpt):
         tensor.sharding = Sharding()  # type: ignore[attr-defined]
-        if getattr(tensor, "tensor_model_parallel", False):  # Megatron's mark, which only shared parameters have
+        # Megatron's mark, which shared parameters have, and all experts though each lies whole on its rank.
+        if getattr(tensor, "tensor_model_parallel", False) and not moe.is_expert(name):
             dim: int = tensor.partition_dim  # type: ignore[attr-defined]
             is_vocabulary = name in (EMBEDDING, OUTPUT)
             tensor.sharding = Sharding(  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ import yaml
 from trainer import rules
 from trainer.config import GRAD_FLAG, PARAM_FLAG, Config, RestoreConfig
 from trainer.plan.footprint import Footprint, footprint
+from trainer.plan.role_bytes import ranks_that_share_tags
 
 GIB = 2**30
 
@@ -62,7 +63,7 @@ def _other_policies(config: Config) -> Iterator[tuple[str, Config]]:
             name = f"memory={file.name.removesuffix('.yaml')}"
             changed = with_policy(config, yaml.safe_load(file.read_text()))
             choices = {name: changed}
-            if config.data_parallel_size > 1 and config.memory.tags == "full":
+            if max(ranks_that_share_tags(config)) > 1 and config.memory.tags == "full":
                 memory = dataclasses.replace(changed.memory, tags="sharded")
                 choices[f"{name} memory.tags=sharded"] = dataclasses.replace(changed, memory=memory)
             yield from ((overrides, choice) for overrides, choice in choices.items() if _is_allowed(choice))

@@ -28,13 +28,13 @@ def round_up(value: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class Parameter:
-    """``size`` elements of ``dtype`` (``bf16`` or ``fp32``). ``is_spread``: other ranks have other experts instead.
-    ``is_shared``: two pipeline stages have it."""
+    """``size`` elements of ``dtype`` (``bf16`` or ``fp32``). ``is_expert``: of an expert, in a buffer that other ranks
+    share than all else. ``is_shared``: two pipeline stages have it."""
 
     name: str
     size: int
     dtype: str
-    is_spread: bool = False
+    is_expert: bool = False
     is_shared: bool = False
 
     @property
@@ -80,7 +80,7 @@ def parameters(
             name,
             size,
             model.dtype,
-            is_spread=parallel.expert > 1 and ".experts." in name,
+            is_expert=parallel.tp * parallel.expert > 1 and ".experts." in name,
             is_shared=has_copy and name.startswith(("embedding.", "output_layer.")),
         )
         for name, size in sizes.items()
@@ -92,7 +92,8 @@ def parameters(
 
 def _mlp_sizes(model: ModelConfig, *, parallel: ParallelConfig) -> dict[str, int]:
     """Of one layer's MLP, or router and experts (of the first rank; all have equally many)."""
-    matrix = model.ffn_size // parallel.tp * model.hidden_size
+    ffn_size = model.ffn_size // (parallel.tp if model.num_experts is None else 1)  # experts lie whole on their ranks
+    matrix = ffn_size * model.hidden_size
     weights = {"linear_fc1.weight": 2 * matrix, "linear_fc2.weight": matrix}
     if model.num_experts is None:
         return {f"mlp.{name}": size for name, size in weights.items()}
@@ -174,30 +175,34 @@ def buffer_layout(
 
 @dataclass(frozen=True)
 class Buffer:
-    """A DDP buffer. ``expert_parallel``: so many neighbouring data-parallel ranks have other experts in it, cut alike;
-    1: all data-parallel ranks have the same."""
+    """A DDP buffer. ``spread``: so many neighbouring ranks of a pipeline stage hold a model's parameters together, each
+    others, cut alike; the next ones hold the same again."""
 
     dtype: str
     layout: BufferLayout
-    expert_parallel: int = 1
+    spread: int = 1
 
-    def shards(self, data_parallel: int) -> list[list[int]]:
-        """As :meth:`BufferLayout.shards`, per rank of all ``data_parallel`` ones."""
-        shards = self.layout.shards(data_parallel // self.expert_parallel)
-        return [shards[rank // self.expert_parallel] for rank in range(data_parallel)]
+    def shards(self, ranks: int) -> list[list[int]]:
+        """As :meth:`BufferLayout.shards`, per rank of all ``ranks`` of a pipeline stage."""
+        shards = self.layout.shards(ranks // self.spread)
+        return [shards[rank // self.spread] for rank in range(ranks)]
 
 
 def buffers_of(
-    found: Sequence[Parameter], *, ddp: DdpConfig, data_parallel: int, expert_parallel: int, bucket_size: int | None
+    found: Sequence[Parameter], *, ddp: DdpConfig, parallel: ParallelConfig, stage_ranks: int, bucket_size: int | None
 ) -> tuple[Buffer, ...]:
-    """One buffer per dtype for what all ranks hold, and one for their experts, where each rank has its own."""
+    """One buffer per dtype for what tensor-parallel ranks hold together, and one for experts.
+
+    Args:
+        stage_ranks: of one pipeline stage, tensor times data parallel.
+    """
     buffers = []
-    for dtype, is_spread in dict.fromkeys((parameter.dtype, parameter.is_spread) for parameter in found):
-        spread = expert_parallel if is_spread else 1
-        same = [parameter for parameter in found if (parameter.dtype, parameter.is_spread) == (dtype, is_spread)]
+    for dtype, is_expert in dict.fromkeys((parameter.dtype, parameter.is_expert) for parameter in found):
+        spread = parallel.expert if is_expert else parallel.tp
+        same = [parameter for parameter in found if (parameter.dtype, parameter.is_expert) == (dtype, is_expert)]
         layout = buffer_layout(
             [parameter.size for parameter in same],
-            data_parallel=data_parallel // spread,
+            data_parallel=stage_ranks // spread,
             distributed_optimizer=ddp.use_distributed_optimizer,
             bucket_size=bucket_size,
             alone=[index for index, parameter in enumerate(same) if parameter.is_shared],
@@ -207,35 +212,33 @@ def buffers_of(
 
 
 def tag_bytes(
-    found: Sequence[Parameter], buffers: Sequence[Buffer], *, table_bytes: int, data_parallel: int | None
+    found: Sequence[Parameter], buffers: Sequence[Buffer], *, table_bytes: int, stage_ranks: int | None
 ) -> int:
-    """Host bytes of one weights tag on the rank that holds most; ``data_parallel``: ranks that share it, None if none
-    do. The rotary table (``table_bytes``) is never shared."""
-    if data_parallel is None:
+    """Host bytes of one weights tag on the rank that holds most; ``stage_ranks``: of a pipeline stage, where those that
+    hold the same share it, None if none do. The rotary table (``table_bytes``) is never shared."""
+    if stage_ranks is None:
         return sum(round_up(size, ALIGNMENT_BYTES) for size in (table_bytes, *(p.size_bytes for p in found)))
-    held = [round_up(table_bytes, ALIGNMENT_BYTES)] * data_parallel
+    held = [round_up(table_bytes, ALIGNMENT_BYTES)] * stage_ranks
     for buffer in buffers:
-        for rank, pieces in enumerate(buffer.shards(data_parallel)):
+        for rank, pieces in enumerate(buffer.shards(stage_ranks)):
             held[rank] += sum(round_up(piece * ITEM_BYTES[buffer.dtype], ALIGNMENT_BYTES) for piece in pieces)
     return max(held)
 
 
-def optimizer_elements(
-    buffers: Sequence[Buffer], *, distributed_optimizer: bool, data_parallel: int
-) -> tuple[int, int]:
-    """(elements of the flat optimizer state, of its part that holds main params) on the data-parallel rank that holds
-    most.
+def optimizer_elements(buffers: Sequence[Buffer], *, distributed_optimizer: bool, stage_ranks: int) -> tuple[int, int]:
+    """(elements of the flat optimizer state, of its part that holds main params) on the rank of a pipeline stage that
+    holds most.
 
     Without the distributed optimizer every rank holds everything, and an fp32 parameter is its own main param.
     """
     unit = ALIGNMENT_BYTES // ITEM_BYTES["fp32"]
-    main, moments = [0] * data_parallel, [0] * data_parallel
+    main, moments = [0] * stage_ranks, [0] * stage_ranks
     for buffer in buffers:
         whole = [end - start for start, end in buffer.layout.spans]
-        ranks = buffer.shards(data_parallel) if distributed_optimizer else [whole] * data_parallel
+        ranks = buffer.shards(stage_ranks) if distributed_optimizer else [whole] * stage_ranks
         for rank, pieces in enumerate(ranks):
             aligned = sum(round_up(piece, unit) for piece in pieces)
             moments[rank] += 2 * aligned
             if distributed_optimizer or buffer.dtype != "fp32":
                 main[rank] += aligned
-    return max((main[rank] + moments[rank], main[rank]) for rank in range(data_parallel))
+    return max((main[rank] + moments[rank], main[rank]) for rank in range(stage_ranks))

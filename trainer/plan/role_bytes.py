@@ -31,8 +31,10 @@ class RoleBytes:
         kinds: buffer kind of :mod:`trainer.plan` -> device bytes while awake.
         main_params: the part of ``optim`` that holds main params.
         tag: host bytes of one weights tag.
-        weights: of all tensors that a forward pass reads, those of experts on other ranks included.
-        own_main: of the fp32 parameters that are their own main params, and so not in ``optim``.
+        weights: of all tensors that a forward pass reads.
+        stage_weights: the same of the ranks of a pipeline stage that hold its weights together.
+        stage_optim: of these ranks' optimizer states where they are not distributed, fp32 parameters that are their own
+            main params, and so not in ``optim``, included.
     """
 
     parameter_count: int
@@ -40,7 +42,8 @@ class RoleBytes:
     main_params: int
     tag: int
     weights: int
-    own_main: int
+    stage_weights: int
+    stage_optim: int
 
 
 def model_parameters(config: Config, *, vocab_size: int) -> dict[str, int]:
@@ -57,30 +60,30 @@ def model_parameters(config: Config, *, vocab_size: int) -> dict[str, int]:
 def role_bytes(
     config: Config, role: str, *, vocab_size: int, stage: int = 0, bucket_size: int | None = None
 ) -> RoleBytes:
-    """Sizes of one role's buffers on the largest data-parallel rank of a pipeline stage. ``bucket_size`` in elements
-    replaces Megatron's default."""
+    """Sizes of one role's buffers on the largest rank of a pipeline stage. ``bucket_size`` in elements replaces
+    Megatron's default."""
     ddp, model, parallel = config.roles[role].ddp, config.roles[role].model, config.parallel
-    data_parallel = config.data_parallel_size
+    stage_ranks = config.world_size // parallel.pp
     chunks = [
         parameters(
             model, vocab_size=vocab_size, value_head=role == "critic", parallel=parallel, stage=stage, chunk=chunk
         )
         for chunk in range(parallel.vpp)
     ]
-    bucket_size = bucket_size or default_bucket_size(ddp, data_parallel=data_parallel)
+    bucket_size = bucket_size or default_bucket_size(ddp, data_parallel=config.data_parallel_size)
     buffers = [
         buffer
         for found in chunks
         for buffer in buffers_of(
             found,
             ddp=ddp,
-            data_parallel=data_parallel,
-            expert_parallel=parallel.expert,
+            parallel=parallel,
+            stage_ranks=stage_ranks,
             bucket_size=bucket_size,
         )
     ]
     optimizer, main_params = optimizer_elements(
-        buffers, distributed_optimizer=ddp.use_distributed_optimizer, data_parallel=data_parallel
+        buffers, distributed_optimizer=ddp.use_distributed_optimizer, stage_ranks=stage_ranks
     )
     found = tuple(parameter for chunk in chunks for parameter in chunk)
     table = rotary_table_bytes(model)
@@ -89,16 +92,27 @@ def role_bytes(
         kinds=_kinds(found, buffers, distributed_optimizer=ddp.use_distributed_optimizer, table=table)
         | {"optim": optimizer * ITEM_BYTES["fp32"]},
         main_params=main_params * ITEM_BYTES["fp32"],
-        tag=tag_bytes(found, buffers, table_bytes=table, data_parallel=ranks_that_share_tags(config)),
-        weights=table + sum(p.size_bytes * (config.parallel.expert if p.is_spread else 1) for p in found),
-        own_main=0
-        if ddp.use_distributed_optimizer
-        else sum(parameter.size_bytes for parameter in found if parameter.dtype == "fp32"),
+        tag=tag_bytes(
+            found, buffers, table_bytes=table, stage_ranks=stage_ranks if config.memory.tags == "sharded" else None
+        ),
+        weights=table + sum(p.size_bytes for p in found),
+        stage_weights=parallel.tp * table
+        + sum(p.size_bytes * (parallel.expert if p.is_expert else parallel.tp) for p in found),
+        stage_optim=sum(buffer.spread * _undistributed_optimizer_bytes(buffer) for buffer in buffers),
     )
 
 
-def ranks_that_share_tags(config: Config) -> int | None:
-    return config.data_parallel_size if config.memory.tags == "sharded" else None
+def ranks_that_share_tags(config: Config) -> tuple[int, int]:
+    """(of the actor's parameters, of its experts): so many ranks hold the same, and share a tag if tags are shared."""
+    of_experts = config.world_size // config.parallel.pp // config.parallel.expert
+    is_mixture = config.roles["actor"].model.num_experts is not None
+    return config.data_parallel_size, of_experts if is_mixture else config.data_parallel_size
+
+
+def _undistributed_optimizer_bytes(buffer: Buffer) -> int:
+    elements, _ = optimizer_elements([buffer], distributed_optimizer=False, stage_ranks=1)
+    own_main = sum(end - start for start, end in buffer.layout.spans) if buffer.dtype == "fp32" else 0
+    return (elements + own_main) * ITEM_BYTES["fp32"]
 
 
 def _kinds(
