@@ -27,12 +27,12 @@ from tests.roles import (
 )
 from trainer import metrics, platform, step
 from trainer import role as role_module
-from trainer.rules_algo import make_estimator
 from trainer.distributed import data_parallel_rank, data_parallel_size
 from trainer.experience import add_advantages
 from trainer.micro_batches import Split, micro_batches
 from trainer.models import build
 from trainer.role import FORWARD, Role
+from trainer.rules_algo import make_estimator
 
 FP32 = ("model.dtype=fp32", "model.max_length=256")
 OVERLAP = tuple(f"roles.actor.ddp.overlap_{name}=true" for name in ("grad_reduce", "param_gather"))

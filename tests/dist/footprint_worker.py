@@ -98,7 +98,9 @@ def _role_case(name: str, overrides: tuple[str, ...], *, has_buckets: bool) -> d
     return {
         **_of_every_stage({"measured": measured, "predicted": predicted}),
         "buckets": len(ddp_buffers(role)[0].buckets),
-        "events": _largest([(e["kind"], e["keeper"], e["flag"], e["released_bytes"], e["backup_bytes"]) for e in events]),
+        "events": _largest(
+            [(e["kind"], e["keeper"], e["flag"], e["released_bytes"], e["backup_bytes"]) for e in events]
+        ),
         "holdings": [
             (h.kind, h.keeper, h.flag, h.train_bytes, h.host_asleep_bytes)
             for h in footprint(config, vocab_size=vocab_size, stage=stage).of_role(name)
@@ -118,8 +120,10 @@ def _largest(events: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     group: Any = parallel_state.get_tensor_and_data_parallel_group()
     everyones: list[Any] = [None] * group.size()
     distributed.all_gather_object(everyones, events, group=group)
-    return [(*same[0][:3], *(max(sizes) for sizes in zip(*(e[3:] for e in same), strict=True)))
-            for same in zip(*everyones, strict=True)]
+    return [
+        (*same[0][:3], *(max(sizes) for sizes in zip(*(e[3:] for e in same), strict=True)))
+        for same in zip(*everyones, strict=True)
+    ]
 
 
 def _bytes_of(role: Role) -> dict[str, int]:
@@ -130,7 +134,9 @@ def _bytes_of(role: Role) -> dict[str, int]:
     tags = {role.backuper.bytes_of(tag) for tag in role.backuper.backup_tags} if role.backuper else {0}
     assert len(tags) == 1
     largest = torch.tensor([role._state.flat.nbytes, 4 * role._state.main_size, *tags])
-    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=parallel_state.get_tensor_and_data_parallel_group())
+    distributed.all_reduce(
+        largest, op=distributed.ReduceOp.MAX, group=parallel_state.get_tensor_and_data_parallel_group()
+    )
     measured = {
         "param": sum(b.param_data.nbytes for b in buffers if b.param_data is not None),
         "grad": sum(b.grad_data.nbytes for b in buffers),
@@ -149,9 +155,7 @@ def _engine_case(overrides: tuple[str, ...]) -> dict[str, Any]:
     config = small_config(*overrides)
     tokenizer = load_tokenizer(None, task=make_task(config), vocab_size=config.tokenizer.vocab_size)
     model = config.roles["actor"].model
-    engine = HfEngine(
-        model, config.rollout, tokenizer=tokenizer, saver=make_saver(config), observer=lambda event: None
-    )
+    engine = HfEngine(model, config.rollout, tokenizer=tokenizer, saver=make_saver(config), observer=lambda event: None)
     (holding,) = footprint(config, vocab_size=len(tokenizer)).of_role("engine")
     return {
         "measured": sum(tensor.nbytes for tensor in _tensors(engine.model)),

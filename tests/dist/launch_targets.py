@@ -73,9 +73,7 @@ if __name__ == "__main__":
     target = getattr(launch_targets, sys.argv[1])
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORPOR_TEST": "here"}
     try:
-        result = launch(
-            target, json.loads(sys.argv[2]), nproc=2, log_dir=Path(sys.argv[3]), environment=environment
-        )
+        result = launch(target, json.loads(sys.argv[2]), nproc=2, log_dir=Path(sys.argv[3]), environment=environment)
         print("RESULT " + json.dumps(result))
     except WorkerError as error:
         sys.exit(str(error))

@@ -35,7 +35,13 @@ POLICIES = {
     "async": ("memory=lean", "checkpoint.async_save=true"),
     "rebuild_saver": ("memory=rebuild", "memory.actor.optim_keeper=saver", "memory.critic.optim_keeper=saver"),
 }
-RESUMES = [("lean", "lean"), ("rebuild", "rebuild"), ("lean", "rebuild"), ("rebuild", "none"), ("none", "rebuild_saver")]
+RESUMES = [
+    ("lean", "lean"),
+    ("rebuild", "rebuild"),
+    ("lean", "rebuild"),
+    ("rebuild", "none"),
+    ("none", "rebuild_saver"),
+]
 RESUMES += [("sharded", "rebuild"), ("lean", "sharded"), ("async", "async")]
 PLAIN = ("roles.actor.ddp.use_distributed_optimizer=false", "roles.critic.ddp.use_distributed_optimizer=false")
 
@@ -55,7 +61,12 @@ def test_resumed_is_unbroken(nproc, tmp_path):
     configs = {name: config_of(*common, *overrides) for name, overrides in POLICIES.items()}
     unbroken = [Case(name, configs[name], tmp_path / name) for name in ("none", "lean", "rebuild", "sharded", "async")]
     resumed = [
-        Case(f"{saved}->{used}/{step}", configs[used], tmp_path / f"{saved}_{used}_{step}", checkpoint_of(tmp_path / saved, step))
+        Case(
+            f"{saved}->{used}/{step}",
+            configs[used],
+            tmp_path / f"{saved}_{used}_{step}",
+            checkpoint_of(tmp_path / saved, step),
+        )
         for step, (saved, used) in zip((1, 1, 1, 2, 0, 2, 2, 1), RESUMES, strict=True)
     ]
     # No file of more than 100,000 bytes: both saves after step 1 fail, and the run goes on.

@@ -33,7 +33,9 @@ def jobs_of(experiment):
     content = yaml.safe_load((CONF / "experiment" / f"{experiment}.yaml").read_text())
     swept = content.get("hydra", {}).get("sweeper", {}).get("params", {})
     overrides = [f"experiment={experiment}", *(f"{key}={values}" for key, values in swept.items())]
-    return [tuple(job) for job in BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(overrides), None)[0]]
+    return [
+        tuple(job) for job in BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(overrides), None)[0]
+    ]
 
 
 @pytest.fixture(scope="module")

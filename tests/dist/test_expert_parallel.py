@@ -15,7 +15,6 @@ from trainer.models.hf_files import SafetensorsFolder
 from trainer.tasks.arithmetic import ArithmeticTask
 from trainer.tokenizer import load_tokenizer
 
-
 ENVIRONMENT = worker_environment(platform="cpu", sleeps=True, threads_per_worker=1)
 
 

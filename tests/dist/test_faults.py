@@ -181,7 +181,7 @@ def test_two_nodes_are_one_job_also_after_a_worker_was_killed(tmp_path):
     nodes = [start(tmp_path, *run, *two, f"launch.node_rank={rank}", "hydra.run.dir=two") for rank in (0, 1)]
     kill_worker_after(nodes[1], tmp_path / "two", 1)
     outputs = [node.communicate(timeout=200) for node in nodes]
-    stdout, stderr = one.communicate(timeout=200)
+    _, stderr = one.communicate(timeout=200)
     assert one.returncode == 0, stderr
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert "workers: 1 on node 0 of 2" in outputs[0][0]

@@ -14,11 +14,19 @@ from trainer.tasks.arithmetic import ArithmeticTask
 from trainer.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
-TEMPLATE = "{% for m in messages %}user: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}answer:{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}user: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}answer:{% endif %}"
+)
 SPARE_ROWS = 20
 OVERRIDES = (
     *("platform=cpu", "launch.threads_per_worker=1", "model=hf", "model.path=start", "tokenizer.chat_template=true"),
-    *("export_hf=true", "algo.start_critic_from_actor=false", "algo.num_steps=2", "algo.warmup_steps=1", "algo.warmup_batch_size=8"),
+    *(
+        "export_hf=true",
+        "algo.start_critic_from_actor=false",
+        "algo.num_steps=2",
+        "algo.warmup_steps=1",
+        "algo.warmup_batch_size=8",
+    ),
     *("algo.prompts_per_step=8", "algo.responses_per_prompt=2", "algo.micro_batch_size=8", "algo.heldout_prompts=8"),
     *("rollout.max_prompt_tokens=40", "rollout.max_new_tokens=4"),
 )

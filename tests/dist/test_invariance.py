@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.composing import SMALL, config_of
-from tests.recording import lasting
 from tests.dist.invariance_worker import run_matrix
+from tests.recording import lasting
 from trainer.launch import WorkerError, launch
 from trainer.launch_environment import worker_environment
 

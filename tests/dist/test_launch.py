@@ -15,10 +15,10 @@ import time
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-from tests.dist import launch_targets
 import psutil
 import pytest
 
+from tests.dist import launch_targets
 from trainer.launch import WorkerError, launch
 
 ENVIRONMENT = {

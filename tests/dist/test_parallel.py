@@ -23,18 +23,25 @@ OVERLAP = tuple(
 LAYOUTS = {
     1: {"one": (), "one_tied": TIED, "one_moe": MOE},
     2: {
-        **{"tp": TP, "tp_plain": (*TP, *PLAIN), "pp": PP, "pp_tied": (*PP, *TIED), "vpp": (*VPP, *OVERLAP)},
-        **{"tp_moe": (*TP, *MOE), "tp_ep_moe_plain": (*TP, *MOE, "parallel.expert=2", *PLAIN)},
-        **{"tp_moe_plain": (*TP, *MOE, *PLAIN), "vpp_moe": (*VPP, *MOE)},
+        "tp": TP,
+        "tp_plain": (*TP, *PLAIN),
+        "pp": PP,
+        "pp_tied": (*PP, *TIED),
+        "vpp": (*VPP, *OVERLAP),
+        "tp_moe": (*TP, *MOE),
+        "tp_ep_moe_plain": (*TP, *MOE, "parallel.expert=2", *PLAIN),
+        "tp_moe_plain": (*TP, *MOE, *PLAIN),
+        "vpp_moe": (*VPP, *MOE),
     },
     4: {
-        **{"tp_vpp": (*TP, *VPP), "dp_tp": TP, "tp_pp_tied": (*TP, *PP, *TIED)},
-        **{"tp_pp_ep_moe": (*TP, *PP, *MOE, "parallel.expert=2"), "dp_tp_ep_moe": (*TP, *MOE, "parallel.expert=4")},
-        **{"tp4_ep_moe": ("parallel.tp=4", *MOE, "parallel.expert=2")},
-        **{
-            "dp_tp_moe_overlap": (*TP, *MOE, *OVERLAP),
-            "dp_vpp_ep_moe": (*VPP, *MOE, "parallel.expert=2", "algo.micro_batch_size=1"),
-        },
+        "tp_vpp": (*TP, *VPP),
+        "dp_tp": TP,
+        "tp_pp_tied": (*TP, *PP, *TIED),
+        "tp_pp_ep_moe": (*TP, *PP, *MOE, "parallel.expert=2"),
+        "dp_tp_ep_moe": (*TP, *MOE, "parallel.expert=4"),
+        "tp4_ep_moe": ("parallel.tp=4", *MOE, "parallel.expert=2"),
+        "dp_tp_moe_overlap": (*TP, *MOE, *OVERLAP),
+        "dp_vpp_ep_moe": (*VPP, *MOE, "parallel.expert=2", "algo.micro_batch_size=1"),
     },
 }
 SHARED = [name for ranks in (2, 4) for name in LAYOUTS[ranks]]
@@ -58,7 +65,7 @@ POLICIES_OF = {"dp_pp": ("none", "sharded"), "tp_moe": ("none", "rebuild", "shar
 
 
 def policies_of(layout):
-    return POLICIES_OF[layout] if layout in POLICIES_OF else ("none", "full", "lean", "rebuild")
+    return POLICIES_OF.get(layout, ("none", "full", "lean", "rebuild"))
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,11 @@ def test_every_collective_works_in_every_generation_and_nothing_leaks(nproc, tmp
 
 @pytest.mark.parametrize(
     ("nproc", "extra"),
-    [(1, ()), (2, ("parallel.pp=2", "model.tie_embeddings=true")), (2, ("roles.actor.ddp.overlap_grad_reduce=true", "roles.actor.ddp.overlap_param_gather=true"))],
+    [
+        (1, ()),
+        (2, ("parallel.pp=2", "model.tie_embeddings=true")),
+        (2, ("roles.actor.ddp.overlap_grad_reduce=true", "roles.actor.ddp.overlap_param_gather=true")),
+    ],
     ids=["one-rank", "pipeline", "overlap"],
 )
 def test_a_run_computes_the_same_bits(nproc, extra, tmp_path):
