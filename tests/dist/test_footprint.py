@@ -46,7 +46,7 @@ def test_the_engine_is_counted_exactly(results, case):
 @pytest.mark.parametrize("case", [case for case in (*CASES, *SHARED_CASES) if "buckets" not in case])
 def test_regions_and_host_copies_are_those_foreseen_but_for_whole_pages(results, case, name):
     found = found_in(results, case, name)
-    events, holdings = found["events"], found["holdings"]
+    events, holdings = (sorted(found[key], key=lambda entry: entry[0]) for key in ("events", "holdings"))
     assert [event[:3] for event in events] == [holding[:3] for holding in holdings]  # kind, keeper, flag
     for event, holding in zip(events, holdings, strict=True):
         for measured, predicted in zip(event[3:], holding[3:], strict=True):
