@@ -1,4 +1,4 @@
-"""The real torch_memory_saver on a real GPU: run with ``python -m pytest tests/gpu`` (about five minutes)."""
+"""The real torch_memory_saver on a real GPU: run with ``python -m pytest tests/gpu`` (about eight minutes)."""
 
 import json
 import multiprocessing
@@ -103,7 +103,7 @@ def test_the_gpu_is_as_empty_after_every_path(policy, measured):
     assert {path.partition(", ")[2] for path in used} >= {"rollout", "train_actor", "checkpoint", "evaluate"}
     assert max(used.values()) - min(used.values()) <= 4 * MIB, used
     # Kernels and workspaces; one communicator of a group of one rank would be 390 MiB.
-    assert max(used.values()) - measured(policy)["baseline"]["gpu_used_bytes"] <= 300 * MIB
+    assert max(used.values()) - measured(policy)["baseline"]["gpu_used_bytes"] <= 360 * MIB
 
 
 def kept_on_host(result):
@@ -124,7 +124,7 @@ def test_host_bytes_are_those_of_the_plan_and_of_the_operating_system(policy, me
     predicted = footprint(config_of_policy(policy), vocab_size=320)
     planned = sum(predicted.host_asleep_bytes(role) for role in ("actor", "critic"))
     assert counted == pytest.approx(planned, rel=0.02)
-    assert pss_growth(result) == pytest.approx(pss_growth(measured("rebuild")) + counted - rebuilt, abs=64 * MIB)
+    assert pss_growth(result) == pytest.approx(pss_growth(measured("rebuild")) + counted - rebuilt, abs=96 * MIB)
 
 
 def test_wrong_calls_are_python_errors_and_lose_nothing(measured):
