@@ -3,7 +3,9 @@
 import os
 import pickle
 import threading
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import distributed
@@ -29,6 +31,7 @@ from trainer.plan.footprint import footprint
 from trainer.rules import make_task
 from trainer.tokenizer import load_tokenizer
 
+MIB = 2**20
 STATE = {"kl_coef": 0.1, "schedule_steps": {}, "record": {}}
 OPTIMIZERS = {
     "distributed": (),
@@ -136,6 +139,24 @@ def test_a_description_of_tensors_can_do_nothing_else(tmp_path, monkeypatch):
     with pytest.raises(pickle.UnpicklingError, match=r"a description of tensors has no use for posix.mkdir"):
         storage.load({}, tmp_path, group=distributed.group.WORLD)
     assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
+
+
+@pytest.mark.parametrize("policy", ["lean", "rebuild"])
+def test_a_save_takes_the_host_memory_that_wakes_up_and_no_more(policy, tmp_path):
+    """At its peak: what host memory holds is written from there; a critic's weights, 2 B per parameter, wake up."""
+    role = make_role("critic", f"memory={policy}", "model.hidden_size=512", "model.ffn_size=2048", "model.heads=8")
+    train(role)
+    role.sleep()
+    saving, notes = checkpoints(tmp_path)
+    saving.save({"critic": role}, step=1, **STATE)  # imports and the tokenizer's files are behind it then
+    Path("/proc/self/clear_refs").write_text("5")  # peak := now
+    before = psutil.Process().memory_info().rss
+    saving.save({"critic": role}, step=2, **STATE)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    growth, count = int(status["VmHWM"].split()[0]) * 1024 - before, role.parameter_count()
+    assert notes == []
+    assert 14 * count > 60 * MIB
+    assert 2 * count < growth < 2 * count + 6 * MIB
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.bool])
