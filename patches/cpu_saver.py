@@ -36,6 +36,12 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
+def _copy_bytes(source: mmap.mmap, target: mmap.mmap, size_bytes: int) -> None:
+    """Without the bytes object in between that slices of an mmap would make."""
+    with memoryview(source) as from_, memoryview(target) as to:
+        to[:size_bytes] = from_[:size_bytes]
+
+
 class _Slab(mmap.mmap):
     """A private anonymous mmap out of which blocks are cut. It lives as long as a tensor uses one of its blocks."""
 
@@ -103,14 +109,14 @@ class _Region:
         for slab in self.slabs:
             if self.has_backup:
                 slab.backup = mmap.mmap(-1, slab.resident_bytes or 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                slab.backup[: slab.resident_bytes] = slab[: slab.resident_bytes]
+                _copy_bytes(slab, slab.backup, slab.resident_bytes)
             slab.madvise(mmap.MADV_DONTNEED)
         self.asleep = True
 
     def resume(self, *, poison: bool) -> None:
         for slab in self.slabs:
             if slab.backup is not None:
-                slab[: slab.resident_bytes] = slab.backup[: slab.resident_bytes]
+                _copy_bytes(slab.backup, slab, slab.resident_bytes)
                 slab.backup.close()
                 slab.backup = None
             elif poison:

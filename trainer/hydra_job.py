@@ -87,7 +87,8 @@ def run_job(config: Config, directory: Path, console: Console) -> Mapping[str, f
 def _run_held(
     config: Config, directory: Path, console: Console, *, nodes: Nodes, vocab_size: int
 ) -> Mapping[str, float]:
-    earlier = jobs.finished(directory, config)
+    # Only node 0 judges what the folder holds: by then it may have written its own config there.
+    earlier = jobs.finished(directory, config) if nodes.rank == 0 else jobs.read_result(directory)
     if earlier is not None:
         console.print(f"finished already: {directory}", soft_wrap=True)
         return earlier

@@ -49,12 +49,12 @@ def set_up_process_groups(config: Config) -> None:
     backend = "gloo" if config.platform.name == "cpu" else "nccl"
     if config.offload.destroy_process_groups:
         backend = reloadable_groups.register(backend)
-    # Without device_id NCCL makes communicators on first use; with it, one for each of Megatron's many groups at once.
     meeting = {}
-    if config.launch.nnodes > 1:
+    if config.launch.nnodes > 1:  # compared before a backend could wait for the others in vain
         store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
         node_settings.require_same(config, store)
         meeting = {"store": store, "rank": rank, "world_size": world_size}
+    # Without device_id NCCL makes communicators on first use; with it, one for each of Megatron's many groups at once.
     torch.distributed.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **meeting)
     set_up_parallel_groups(config.parallel)
 

@@ -198,10 +198,13 @@ def test_two_nodes_are_one_job_also_after_a_worker_was_killed(tmp_path):
 
 
 def test_nodes_with_different_settings_are_told_which(tmp_path):
-    """But for threads, which each host counts for itself."""
+    """But for threads, which each host counts for itself; also a node that finds the config of node 0 in the folder."""
     two = ("launch.nnodes=2", f"launch.rdzv_endpoint=127.0.0.1:{free_port()}", "hydra.run.dir=two")
     own = (("launch.node_rank=0", "seed=1"), ("launch.node_rank=1", "seed=2", "launch.threads_per_worker=2"))
-    nodes = [start(tmp_path, *RUN, *two, *settings) for settings in own]
+    nodes = []
+    for settings in own:
+        nodes.append(start(tmp_path, *RUN, *two, *settings))
+        wait_until((tmp_path / "two" / "config.json").exists, nodes[-1])
     for rank, node in enumerate(nodes):
         _, stderr = node.communicate(timeout=200)
         assert node.returncode == 1

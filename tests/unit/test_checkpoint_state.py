@@ -24,6 +24,7 @@ from tests.roles import (
 )
 from trainer.checkpoint import folder, storage
 from trainer.checkpoint.state import Checkpoints, _states
+from trainer.memory.ledger import sample_memory
 from trainer.models.build import named_tensors
 from trainer.optimizer import shares, step_count
 from trainer.plan import KINDS
@@ -149,14 +150,15 @@ def test_a_save_takes_the_host_memory_that_wakes_up_and_no_more(policy, tmp_path
     role.sleep()
     saving, notes = checkpoints(tmp_path)
     saving.save({"critic": role}, step=1, **STATE)  # imports and the tokenizer's files are behind it then
-    Path("/proc/self/clear_refs").write_text("5")  # peak := now
+    sample_memory()  # gives free blocks back, so that the peak cannot hide in them
     before = psutil.Process().memory_info().rss
+    Path("/proc/self/clear_refs").write_text("5")  # peak := now
     saving.save({"critic": role}, step=2, **STATE)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     growth, count = int(status["VmHWM"].split()[0]) * 1024 - before, role.parameter_count()
     assert notes == []
     assert 14 * count > 60 * MIB
-    assert 2 * count < growth < 2 * count + 6 * MIB
+    assert 2 * count - MIB < growth < 2 * count + 6 * MIB
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.bool])

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import ChunkStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from trainer.models.sharding import Sharding, Share, cut_among, sharding_of
+from trainer.models.sharding import Sharding, Share, own_cut, sharding_of
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
@@ -65,7 +65,7 @@ class Pieces:
 def pieces_of(share: Share, kind: str, *, model_tensor: Tensor) -> Pieces:
     """``share.tensors[kind]`` as views of it in the whole tensor, of which this rank's model has ``model_tensor``."""
     sharding = sharding_of(model_tensor)
-    rank, ranks = cut_among(share.name)
+    rank, ranks = own_cut()
     held = rectangles_of(
         share.tensors[kind], start=share.start, part_shape=model_tensor.shape, sharding=sharding, rank=rank, ranks=ranks
     )

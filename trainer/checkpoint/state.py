@@ -84,7 +84,8 @@ class Checkpoints:
         return self._config.checkpoint.keep_best and self.is_due(step)
 
     def stop_requested(self) -> bool:
-        """Whether a job that saves checkpoints is asked to end after this step."""
+        """Whether a job that saves checkpoints is asked to end after this step. Through the default group: another
+        may be in use by a save in the background."""
         return self._config.checkpoint.every_steps is not None and on_rank_0(self._stop_file.exists)
 
     def save(
@@ -100,20 +101,23 @@ class Checkpoints:
             step=step,
             kl_coef=kl_coef,
             schedule_steps=schedule_steps,
-            optimizer_steps={name: _maximum(optimizers.step_count(role.optimizer)) for name, role in roles.items()},
+            optimizer_steps={
+                name: self._maximum(optimizers.step_count(role.optimizer)) for name, role in roles.items()
+            },
             tags={name: role.further_tags for name, role in roles.items()},
             record=record,
             config=to_plain(self._config),
             file_bytes={},
         )
-        if self._writer is None:
-            with closing(_states(roles)) as states, self._noting_errors(step):
-                self._write(manifest, states, self._tokenizer_files)
-            return
-        copies = [(name, storage.copy_of_own(state, group=self._group)) for name, state in _states(roles)]
-        tokenizer_files = self._tokenizer_files
-        self._step_under_way = step
-        self._writer.start(lambda: self._write(manifest, copies, tokenizer_files))
+        with self._noting_errors(step):
+            on_rank_0(lambda: bool(self._tokenizer_files), group=self._group)
+            if self._writer is None:
+                with closing(_states(roles)) as states:
+                    self._write(manifest, states)
+                return
+            copies = [(name, storage.copy_of_own(state, group=self._group)) for name, state in _states(roles)]
+            self._step_under_way = step
+            self._writer.start(lambda: self._write(manifest, copies))
 
     def finish(self) -> None:
         """Wait until the save that is under way, if any, has ended."""
@@ -148,14 +152,12 @@ class Checkpoints:
                 optimizers.set_step_count(role.optimizer, manifest.optimizer_steps[name])
         return manifest
 
-    def _write(
-        self, manifest: Manifest, states: Iterable[tuple[str, State]], tokenizer_files: Mapping[str, bytes]
-    ) -> None:
+    def _write(self, manifest: Manifest, states: Iterable[tuple[str, State]]) -> None:
         """Write all ranks' files and make them a checkpoint. Raises SaveError on every rank."""
         settings, group = self._config.checkpoint, self._group
         try:
             temporary = on_rank_0(lambda: folder.begin(self._folder, manifest.step), group=group)
-            sizes = on_rank_0(lambda: write_bytes(temporary, tokenizer_files), group=group)
+            sizes = on_rank_0(lambda: write_bytes(temporary, self._tokenizer_files), group=group)
             for name, state in states:
                 sizes |= storage.save(state, temporary / name, group=group)
             whole = replace(manifest, file_bytes=sizes)
@@ -173,6 +175,10 @@ class Checkpoints:
             yield
         except SaveError as error:
             self._note(f"no checkpoint of step {step}: {error}. The run goes on; the checkpoint before it is whole")
+
+    def _maximum(self, count: int) -> int:
+        """Over the ranks: an optimizer without parameters on its rank need not count."""
+        return max(on_every_rank(lambda: count, group=self._group))
 
     @functools.cached_property
     def _tokenizer_files(self) -> Mapping[str, bytes]:
@@ -203,8 +209,3 @@ def _state(role: Role, shares: Iterable[Share], *, copies: bool = True) -> State
         if copies or not sharding_of(own[share.name]).is_copy
         for kind in share.tensors
     }
-
-
-def _maximum(count: int) -> int:
-    """Over the ranks: an optimizer without parameters on its rank need not count."""
-    return max(on_every_rank(lambda: count))

@@ -13,7 +13,7 @@ import math
 import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -40,7 +40,10 @@ def save(state: State, directory: Path, *, group: Any) -> dict[str, int]:
     try:
         dcp.save(dict(state), storage_writer=writer, planner=_SavePlanner(), process_group=group)
     except CheckpointException as error:
-        _raise_cause(error)
+        rank, cause = _first_failure(error)
+        if isinstance(cause, OSError):
+            raise SaveError(f"rank {rank}: {cause}") from None
+        raise cause from error
     written = on_every_rank(lambda: _synced(directory), group=group)
     return {name: size for of_rank in written for name, size in of_rank.items()}
 
@@ -50,12 +53,16 @@ def load(state: State, directory: Path, *, group: Any) -> None:
 
     Raises:
         ValueError: the checkpoint lacks a tensor, or has it in another shape.
+        OSError: the disk refused a rank; on every rank alike.
     """
     reader, planner = _Reader(directory), _LoadPlanner()
     try:
         dcp.load(dict(state), storage_reader=reader, planner=planner, process_group=group)
     except CheckpointException as error:
-        _raise_cause(error)
+        rank, cause = _first_failure(error)
+        if isinstance(cause, OSError):
+            raise OSError(f"rank {rank} cannot read {directory}: {cause}") from error
+        raise cause from error
     asked = sum(tensor.numel() for pieces in state.values() for tensor in pieces.held.values())
     assert planner.elements == asked, f"{directory}: {planner.elements} of {asked} elements are in the checkpoint"
 
@@ -73,12 +80,10 @@ def copy_of_own(state: State, *, group: Any) -> dict[str, Pieces]:
     return {key: Pieces(state[key].shape, of_key) for key, of_key in held.items()}
 
 
-def _raise_cause(error: CheckpointException) -> NoReturn:
-    """Of the first rank that failed. SaveError where the disk refused."""
+def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    """(rank, what it raised)."""
     rank, (cause, _) = min(error.failures.items())
-    if isinstance(cause, OSError):
-        raise SaveError(f"rank {rank}: {cause}") from None
-    raise cause from error
+    return rank, cause
 
 
 def _synced(directory: Path) -> dict[str, int]:

@@ -17,7 +17,7 @@ from torch import distributed
 
 from trainer.checkpoint import folder
 
-SLOWEST_DISK = timedelta(hours=2)  # how long ranks wait for one another in the background
+SLOWEST_DISK = timedelta(hours=2)  # how long ranks wait for one another's disks
 
 
 def group_of_writers() -> Any:

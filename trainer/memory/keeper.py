@@ -61,10 +61,9 @@ class ArenaKeeper:
         """Begin copying back."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for part in (slice(self._main_size), slice(self._main_size, None)):
-                self._flat[part].copy_(self._copy[part], non_blocking=True)
-                if part.start is None:
-                    self._main_is_back.record()
+            self._flat[: self._main_size].copy_(self._copy[: self._main_size], non_blocking=True)
+            self._main_is_back.record()
+            self._flat[self._main_size :].copy_(self._copy[self._main_size :], non_blocking=True)
 
     def wait(self, *, main_params_only: bool = False) -> None:
         """Work queued on the current stream from now on finds the tensor restored (or its main params alone, which it

@@ -79,7 +79,7 @@ class RoleRegions:
         if awake:
             self._saver.wait_for_device()
         if "optim" in kinds:
-            self.start_saving()  # the copy runs while the other regions, which it does not read, are released
+            self.start_saving()  # if nobody has: the copy runs while the other regions, which it does not read, go
         for row in sorted(awake, key=lambda row: row.kind == "optim"):
             self._timed(row, "asleep", self._release, backuper_bytes)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from trainer.config import ModelConfig
+from trainer.files import naming
 from trainer.models.hf_bridge import hf_config, to_hf
 
 if TYPE_CHECKING:
@@ -23,15 +24,24 @@ INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 SHARD_BYTES = 4 << 30
 
 
-class SafetensorsFiles(Mapping[str, Tensor]):
-    """The tensors in ``files``; each is read from the memory-mapped file when it is asked for.
+class SafetensorsFolder(Mapping[str, Tensor]):
+    """The tensors in a folder's ``model.safetensors``, or in the shards that its index names; each is read from the
+    memory-mapped file when it is asked for.
 
     Raises:
-        ValueError: a file is damaged; names it.
+        ValueError: the folder has neither, lacks a shard, or has a damaged one.
     """
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        handles = [_opened(file) for file in files]
+    def __init__(self, folder: Path) -> None:
+        index = folder / INDEX_FILE
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [WEIGHTS_FILE]
+        lacking = [file for file in files if not (folder / file).is_file()]
+        if lacking:
+            raise ValueError(
+                f"model.path={folder} lacks {', '.join(lacking)}: weights are read from {WEIGHTS_FILE}, or from the "
+                f"files that {INDEX_FILE} names"
+            )
+        handles = [_opened(folder / file) for file in files]
         self._handles: dict[str, Any] = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
 
     def __getitem__(self, name: str) -> Tensor:
@@ -51,25 +61,6 @@ def _opened(file: Path) -> Any:
         raise ValueError(f"{file} is no whole safetensors file ({error}): copy or download it again") from error
 
 
-class SafetensorsFolder(SafetensorsFiles):
-    """The tensors in a folder's ``model.safetensors``, or in the shards that its index names.
-
-    Raises:
-        ValueError: the folder has neither, lacks a shard, or has a damaged one.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        index = folder / INDEX_FILE
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [WEIGHTS_FILE]
-        lacking = [file for file in files if not (folder / file).is_file()]
-        if lacking:
-            raise ValueError(
-                f"model.path={folder} lacks {', '.join(lacking)}: weights are read from {WEIGHTS_FILE}, or from the "
-                f"files that {INDEX_FILE} names"
-            )
-        super().__init__(folder / file for file in files)
-
-
 def save_hf(
     named_tensors: Iterable[tuple[str, Tensor]],
     *,
@@ -86,6 +77,7 @@ def save_hf(
 
     Raises:
         ValueError: no Hugging Face family has this architecture.
+        UnwritableFile: the disk refused.
     """
     config = hf_config(
         model,
@@ -95,7 +87,11 @@ def save_hf(
         pad_token_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
     )
     weights = to_hf(named_tensors, model=model)
-    write_folder(weights, config=config, tokenizer=tokenizer, folder=folder, shard_bytes=shard_bytes)
+    with naming(folder):
+        try:
+            write_folder(weights, config=config, tokenizer=tokenizer, folder=folder, shard_bytes=shard_bytes)
+        except SafetensorError as error:  # in which it puts what the system said
+            raise OSError(str(error)) from error
 
 
 def write_folder(

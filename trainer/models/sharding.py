@@ -82,14 +82,7 @@ class Sharding:
                 yield block * block_length + rank * share + begin - block * share, begin, end - begin
 
     def whole_shape(self, part_shape: torch.Size) -> tuple[int, ...]:
-        return self._with_length(part_shape, self.length)
-
-    def part_shape(self, shape: torch.Size, *, ranks: int) -> tuple[int, ...]:
-        """Of a part, or of the whole, the shape that it has among ``ranks``."""
-        return self._with_length(shape, self.length if ranks == 1 else self._share(ranks) * self.blocks)
-
-    def _with_length(self, shape: torch.Size, length: int) -> tuple[int, ...]:
-        return tuple(length if index == self.dim else size for index, size in enumerate(shape))
+        return tuple(self.length if index == self.dim else size for index, size in enumerate(part_shape))
 
 
 @dataclass(frozen=True)
@@ -105,8 +98,8 @@ class Share:
     tensors: Mapping[str, Tensor]
 
 
-def cut_among(name: str) -> tuple[int, int]:
-    """(this rank's number, how many there are) of the ranks that share the tensor of that name if it is cut."""
+def own_cut() -> tuple[int, int]:
+    """(this rank's number, how many there are) among the ranks that share a tensor that is cut."""
     group = tensor_parallel_group()
     return group.rank(), group.size()
 
@@ -221,7 +214,7 @@ class OwnParts(Mapping[str, Tensor]):
     own: Mapping[str, Tensor]
 
     def __getitem__(self, name: str) -> Tensor:
-        rank, ranks = cut_among(name)
+        rank, ranks = own_cut()
         return sharding_of(self.own[name]).part(self.whole[name], rank=rank, ranks=ranks)
 
     def __iter__(self) -> Iterator[str]:

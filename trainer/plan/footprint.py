@@ -170,12 +170,12 @@ def _checkpoint_bytes(config: Config, ranks: list[dict[str, RoleBytes]]) -> int:
     if config.checkpoint.every_steps is None or not config.checkpoint.async_save:
         return 0
     size = 0
-    is_shared = {role: role_config.ddp.use_distributed_optimizer for role, role_config in config.roles.items()}
+    is_distributed = {role: role_config.ddp.use_distributed_optimizer for role, role_config in config.roles.items()}
     for roles in ranks:
-        size += sum(sizes.kinds["optim"] for role, sizes in roles.items() if is_shared[role])
+        size += sum(sizes.kinds["optim"] for role, sizes in roles.items() if is_distributed[role])
     for roles in {id(roles): roles for roles in ranks}.values():  # of each pipeline stage
         for role, sizes in roles.items():
-            state = 0 if is_shared[role] else sizes.stage_optim
+            state = 0 if is_distributed[role] else sizes.stage_optim
             size += sizes.stage_weights * (2 if role == "actor" else 1) + state
     return size
 
@@ -218,11 +218,12 @@ def _role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> I
 
 
 def _share_note(config: Config) -> str:
-    ranks, of_experts = ranks_that_share_tags(config)
     if config.memory.tags != "sharded":
         return ""
+    ranks, of_experts = ranks_that_share_tags(config)
     if ranks != of_experts:
-        return f"each rank keeps {f'1/{ranks}' if ranks > 1 else 'all'}, of experts 1/{of_experts}"
+        dense, experts = (f"1/{count}" if count > 1 else "all" for count in (ranks, of_experts))
+        return f"each rank keeps {dense}, of experts {experts}"
     return f"each rank keeps 1/{ranks}" if ranks > 1 else "one rank alone keeps all of it"
 
 

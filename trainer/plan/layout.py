@@ -28,13 +28,13 @@ def round_up(value: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class Parameter:
-    """``size`` elements of ``dtype`` (``bf16`` or ``fp32``). ``is_expert``: of an expert, in a buffer that other ranks
-    share than all else. ``is_shared``: two pipeline stages have it."""
+    """``size`` elements of ``dtype`` (``bf16`` or ``fp32``). ``in_expert_buffer``: of an expert, in a buffer that other
+    ranks share than all else. ``is_shared``: two pipeline stages have it."""
 
     name: str
     size: int
     dtype: str
-    is_expert: bool = False
+    in_expert_buffer: bool = False
     is_shared: bool = False
 
     @property
@@ -80,7 +80,7 @@ def parameters(
             name,
             size,
             model.dtype,
-            is_expert=parallel.tp * parallel.expert > 1 and ".experts." in name,
+            in_expert_buffer=parallel.tp * parallel.expert > 1 and ".experts." in name,
             is_shared=has_copy and name.startswith(("embedding.", "output_layer.")),
         )
         for name, size in sizes.items()
@@ -197,9 +197,11 @@ def buffers_of(
         stage_ranks: of one pipeline stage, tensor times data parallel.
     """
     buffers = []
-    for dtype, is_expert in dict.fromkeys((parameter.dtype, parameter.is_expert) for parameter in found):
-        spread = parallel.expert if is_expert else parallel.tp
-        same = [parameter for parameter in found if (parameter.dtype, parameter.is_expert) == (dtype, is_expert)]
+    for dtype, of_experts in dict.fromkeys((parameter.dtype, parameter.in_expert_buffer) for parameter in found):
+        spread = parallel.expert if of_experts else parallel.tp
+        same = [
+            parameter for parameter in found if (parameter.dtype, parameter.in_expert_buffer) == (dtype, of_experts)
+        ]
         layout = buffer_layout(
             [parameter.size for parameter in same],
             data_parallel=stage_ranks // spread,

@@ -1,6 +1,6 @@
 """How many bytes one role takes on one rank, before anybody decides who keeps what.
 
-A rank's part of the model is that of its pipeline stage; of data-parallel ranks, the one that holds most is meant.
+A rank's part of the model is that of its pipeline stage; of the ranks of a stage, the one that holds most is meant.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def role_bytes(
         ),
         weights=table + sum(p.size_bytes for p in found),
         stage_weights=parallel.tp * table
-        + sum(p.size_bytes * (parallel.expert if p.is_expert else parallel.tp) for p in found),
+        + sum(p.size_bytes * (parallel.expert if p.in_expert_buffer else parallel.tp) for p in found),
         stage_optim=sum(buffer.spread * _undistributed_optimizer_bytes(buffer) for buffer in buffers),
     )
 
