@@ -173,7 +173,6 @@ class Role:
         """The same of an awake role, to be filled inside, with ``tags`` as its further tags."""
         self.require(TRAINING, tag=self.name)
         self._regions.will_change()
-        self._regions.wait_for_optimizer_state()
         for tag in tags:
             assert self.backuper is not None, f"the {self.name} has no weights backuper, so no tags {tags}"
             self.backuper.backup(tag)
@@ -301,7 +300,6 @@ class Role:
     def training(self) -> Iterator[None]:
         """One optimizer step's forward and backward passes happen inside, then :meth:`step`."""
         self.require(TRAINING, tag=self.name)
-        self._regions.will_change()
         self._set_param_hooks(enabled=True)
         try:
             for chunk in self.chunks:
@@ -314,7 +312,7 @@ class Role:
     def step(self) -> tuple[bool, float]:
         """Optimizer step on the gradients in the buffers -> (updated, gradient norm before clipping)."""
         self.require(TRAINING, tag=self.name)
-        self._regions.wait_for_optimizer_state()
+        self._regions.will_change()
         updated, grad_norm = optimizers.step(self.optimizer)
         self._trained_since_backup = True
         return updated, grad_norm
@@ -340,7 +338,6 @@ class Role:
         """
         self.require(TRAINING, tag=self.name)
         self._regions.will_change()
-        self._regions.wait_for_optimizer_state()
         own = dict(named_tensors(self.chunks))
         unknown = sorted(set(weights) - set(own))
         if unknown:

@@ -54,7 +54,8 @@ class ArenaKeeper:
         self._is_saved = False
 
     def invalidate(self) -> None:
-        """The tensor is going to change, after :meth:`wait`: a copy started earlier is worth nothing any more."""
+        """The tensor may change from now on on the current stream: a copy started earlier is worth nothing any more."""
+        self.wait()
         self._is_saved = False
 
     def start_restore(self) -> None:

@@ -64,12 +64,13 @@ class RoleRegions:
             self._arena.start_save()
 
     def will_change(self) -> None:
-        """The optimizer state is going to change, after :meth:`wait_for_optimizer_state`."""
+        """Whoever changes the awake optimizer state calls this first; it waits for copies like
+        :meth:`wait_for_optimizer_state`."""
         if self._arena is not None:
             self._arena.invalidate()
 
     def wait_for_optimizer_state(self, *, main_params_only: bool = False) -> None:
-        """Whoever reads or changes the awake optimizer state calls this first: it may still be on its way back."""
+        """Whoever reads the awake optimizer state calls this first: it may still be on its way back."""
         if self._arena is not None:
             self._arena.wait(main_params_only=main_params_only)
 
