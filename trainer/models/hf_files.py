@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,11 +88,7 @@ def save_hf(
         pad_token_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
     )
     weights = to_hf(named_tensors, model=model)
-    with naming(folder):
-        try:
-            write_folder(weights, config=config, tokenizer=tokenizer, folder=folder, shard_bytes=shard_bytes)
-        except SafetensorError as error:  # in which it puts what the system said
-            raise OSError(str(error)) from error
+    write_folder(weights, config=config, tokenizer=tokenizer, folder=folder, shard_bytes=shard_bytes)
 
 
 def write_folder(
@@ -102,23 +99,38 @@ def write_folder(
     folder: Path,
     shard_bytes: int,
 ) -> None:
-    """Write config, generation config, tokenizer and ``weights`` (Hugging Face names, tied ones once)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(folder)
-    GenerationConfig.from_model_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    files: dict[str, str] = {}
-    total_bytes = 0
-    for number, shard in enumerate(_shards(weights, shard_bytes=shard_bytes), start=1):
-        file = f"model-{number:05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        files |= dict.fromkeys(shard, file)
-        total_bytes += sum(tensor.nbytes for tensor in shard.values())
-    if len(set(files.values())) == 1:
-        (folder / next(iter(files.values()))).rename(folder / WEIGHTS_FILE)
-    else:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": files}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    """Write config, generation config, tokenizer and ``weights`` (Hugging Face names, tied ones once).
+
+    Raises:
+        UnwritableFile: the disk refused.
+    """
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(folder)
+        GenerationConfig.from_model_config(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        files: dict[str, str] = {}
+        total_bytes = 0
+        for number, shard in enumerate(_shards(weights, shard_bytes=shard_bytes), start=1):
+            file = f"model-{number:05d}.safetensors"
+            save_file(shard, folder / file, metadata={"format": "pt"})
+            files |= dict.fromkeys(shard, file)
+            total_bytes += sum(tensor.nbytes for tensor in shard.values())
+        if len(set(files.values())) == 1:
+            (folder / next(iter(files.values()))).rename(folder / WEIGHTS_FILE)
+        else:
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": files}
+            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """What the system refuses inside is an UnwritableFile, also where safetensors says so in an error of its own."""
+    with naming(folder):
+        try:
+            yield
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int) -> Iterator[dict[str, Tensor]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from trainer.files import UnwritableFile
 from trainer.hf_architecture import architecture_of
 from trainer.models.hf_files import SHARD_BYTES, write_folder
 
@@ -22,6 +23,7 @@ def import_gguf(file: Path, folder: Path, *, dtype: torch.dtype) -> None:
     Raises:
         ImportError: a package that transformers needs for it is not installed.
         ValueError: no such file, or a model that is not supported here.
+        UnwritableFile: the disk refused.
     """
     lacking = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if lacking:
@@ -46,7 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         import_gguf(arguments.file, arguments.folder, dtype=getattr(torch, arguments.dtype))
-    except (ImportError, ValueError) as error:
+    except (ImportError, ValueError, UnwritableFile) as error:
         raise SystemExit(f"error: {error}") from error
     print(f"model=hf model.path={arguments.folder}")
 
