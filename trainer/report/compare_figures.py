@@ -3,7 +3,6 @@
 A group of runs (see :mod:`trainer.report.compare_groups`) keeps its colour, line and marker in every figure.
 """
 
-import io
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from trainer.report.drawing import (
     accuracy_axis,
     floats,
     new_figure,
+    png_of,
     step_axis,
 )
 from trainer.report.memory import OWNERS, Sample
@@ -53,9 +53,7 @@ def draw_all(groups: Sequence[Group]) -> list[Drawing]:
 
 
 def _drawing(figure: Figure, name: str, title: str, caption: str) -> Drawing:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return Drawing(name, title, caption, buffer.getvalue())
+    return Drawing(name, title, caption, png_of(figure))
 
 
 def _look(index: int) -> dict:

@@ -3,6 +3,7 @@
 Colours stay apart for colour-blind readers: series follow Okabe and Ito, "Color Universal Design" (2008).
 """
 
+import io
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +35,13 @@ def new_figure(*, height_inches: float) -> Figure:
     figure = Figure(figsize=(11, height_inches))
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
     return figure
+
+
+def png_of(figure: Figure) -> bytes:
+    """The figure as the content of a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
 
 
 def step_axis(axes: Axes, *, label: str = "PPO step") -> None:

@@ -1,6 +1,5 @@
 """The two figures of a run. Phases are shaded in Paul Tol's "muted" scheme, "Colour Schemes" (2021)."""
 
-import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +7,6 @@ from typing import NamedTuple
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from trainer.files import write_whole
@@ -23,6 +21,7 @@ from trainer.report.drawing import (
     floats,
     mean,
     new_figure,
+    png_of,
     step_axis,
 )
 from trainer.report.memory import Sample, timeline
@@ -55,14 +54,8 @@ def draw_training(metrics: Sequence[Record], path: Path) -> bool:
             _draw_metric(middle, steps, "response_length", "Response length", "tokens", GREEN)
         _draw_metric(entropy, steps, "entropy", "Entropy", "nats per token", PURPLE)
         _draw_accuracy(figure.add_subplot(grid[0, 2]), metrics)
-        _save(figure, path)
+        write_whole(path, png_of(figure))
     return True
-
-
-def _save(figure: Figure, path: Path) -> None:
-    png = io.BytesIO()
-    figure.savefig(png)
-    write_whole(path, png.getvalue())
 
 
 def _draw_metric(axes: Axes, records: Sequence[Record], key: str, title: str, label: str, color: str) -> None:
@@ -151,7 +144,7 @@ def draw_memory(memory: Sequence[Record], path: Path) -> bool:
         names = dict.fromkeys(sample.phase for sample in last_step[1:])
         patches = [Patch(color=_phase_color(i), alpha=_SHADE, label=name) for i, name in enumerate(names)]
         figure.legend(handles=patches, loc="outside lower center", ncols=min(5, len(names)), fontsize=9)
-        _save(figure, path)
+        write_whole(path, png_of(figure))
     return True
 
 
