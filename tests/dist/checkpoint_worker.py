@@ -36,6 +36,11 @@ def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
     """Name -> metrics of every step (times and sizes left out) and notes of each case, all in this worker group."""
     platform.set_up(cases[0].config)
     platform.set_up_process_groups(cases[0].config)
+    return run_in_group(cases)
+
+
+def run_in_group(cases: Sequence[Case]) -> dict[str, Any]:
+    """The same in a worker group that is set up."""
     results = {}
     for case in cases:
         patches.revert("cpu_saver")  # a fresh saver for each run

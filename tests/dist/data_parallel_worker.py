@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, distributed
@@ -177,12 +178,9 @@ def weights_after_every_change() -> dict[tuple[str, str], list[str]]:
 
 @contextmanager
 def small_buckets() -> Iterator[None]:
-    original = build.DistributedDataParallelConfig
-    build.DistributedDataParallelConfig = functools.partial(original, bucket_size=20_000)  # type: ignore[misc]
-    try:
+    config = functools.partial(build.DistributedDataParallelConfig, bucket_size=20_000)
+    with mock.patch.object(build, "DistributedDataParallelConfig", config):
         yield
-    finally:
-        build.DistributedDataParallelConfig = original  # type: ignore[misc]
 
 
 @contextmanager
@@ -196,11 +194,8 @@ def reversed_registration() -> Iterator[None]:
         assert next(gpt.named_parameters())[0] == "output_layer.weight"
         return original(gpt, *arguments, **options)
 
-    role_module.wrap_ddp = wrap
-    try:
+    with mock.patch.object(role_module, "wrap_ddp", wrap):
         yield
-    finally:
-        role_module.wrap_ddp = original
 
 
 def overlap_in_several_buckets() -> dict[str, Any]:

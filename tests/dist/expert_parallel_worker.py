@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-import patches
 from tests.composing import SMALL, config_of
-from tests.dist import checkpoint_worker
-from tests.dist.checkpoint_worker import Case
+from tests.dist.checkpoint_worker import Case, run_in_group
 from tests.dist.data_parallel_worker import OVERLAP, my_share
 from tests.dist.footprint_worker import NO_DISTRIBUTED, ODD, _role_case
-from tests.dist.invariance_worker import run_one
+from tests.dist.invariance_worker import run_configs
 from tests.roles import (
     VOCAB_SIZE,
     ddp_buffers,
@@ -157,12 +155,7 @@ def gradients(overrides: tuple[str, ...]) -> dict[tuple[str, str], Any]:
 def records(overrides: tuple[str, ...], size: int) -> dict[str, Any]:
     """Whole jobs: in fp32 to be compared with the other way to spread, in bf16 under every policy."""
     cases = {"fp32": ("model.dtype=fp32", "offload=none"), **(POLICIES if size > 1 else {})}
-    results = {}
-    for case, extra in cases.items():
-        patches.revert("cpu_saver")
-        patches.apply("cpu_saver")
-        results[case] = run_one(config_of(*SMALL, *overrides, *extra))
-    return results
+    return run_configs({case: config_of(*SMALL, *overrides, *extra) for case, extra in cases.items()})
 
 
 def checkpoints(directory: Path, overrides: tuple[str, ...], size: int) -> dict[str, Any]:
@@ -181,13 +174,7 @@ def checkpoints(directory: Path, overrides: tuple[str, ...], size: int) -> dict[
             run = directory / name
             cases.append(Case(name, config_of(*saving, *layout), run, last, copy_only=True))
             last = run / "checkpoints/step_2"
-    results = {}
-    for case in cases:
-        patches.revert("cpu_saver")
-        patches.apply("cpu_saver")
-        platform.set_up_parallel_groups(case.config.parallel)
-        results[case.name] = checkpoint_worker._run(case)
-    return results
+    return run_in_group(cases)
 
 
 def asleep(name: str, overrides: tuple[str, ...], *, lengths: tuple[int, ...] = (90, 5)) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import distributed
@@ -64,16 +65,11 @@ def _without_switch_model() -> Iterator[None]:
     """Wake-up no longer ends with the restore of the tag's weights."""
     from trainer.role import Role
 
-    original = Role._switch_model
-
     def skip(self: Role, tag: str) -> None:
         self._active_tag = tag
 
-    Role._switch_model = skip
-    try:
+    with mock.patch.object(Role, "_switch_model", skip):
         yield
-    finally:
-        Role._switch_model = original
 
 
 @contextmanager
@@ -87,11 +83,8 @@ def _critic_flag_forced() -> Iterator[None]:
         has_value_head = type(gpt.output_layer).__name__ == "ValueHead"
         return original(gpt, ddp, disable_param_backup=disable_param_backup or has_value_head, owner=owner)
 
-    role.wrap_ddp = force
-    try:
+    with mock.patch.object(role, "wrap_ddp", force):
         yield
-    finally:
-        role.wrap_ddp = original
 
 
 @contextmanager
@@ -126,11 +119,8 @@ def _late_copies() -> Iterator[None]:
                 self._flat[self._main_size :] = self._copy[self._main_size :]
                 self.restores_rest = False
 
-    regions.ArenaKeeper = LateKeeper
-    try:
+    with mock.patch.object(regions, "ArenaKeeper", LateKeeper):
         yield
-    finally:
-        regions.ArenaKeeper = ArenaKeeper
 
 
 @contextmanager
@@ -153,11 +143,8 @@ def _infinite_gradient() -> Iterator[None]:
         finally:
             hook.remove()
 
-    step.train_minibatch = train_minibatch
-    try:
+    with mock.patch.object(step, "train_minibatch", train_minibatch):
         yield
-    finally:
-        step.train_minibatch = original
 
 
 FAULTS: dict[str | None, Callable[[], Any]] = {
