@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ def probe_optimizer_step() -> tuple[str, str]:
 
 def _in_child(find_problems: Callable[[], list[str]]) -> tuple[str, str]:
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_silence) as pool:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_seclude) as pool:
         try:
             problems = pool.submit(find_problems).result(_TIMEOUT_SECONDS)
         except Exception as error:
@@ -46,7 +47,9 @@ def _in_child(find_problems: Callable[[], list[str]]) -> tuple[str, str]:
     return ("CHANGED", "; ".join(problems)) if problems else ("OK", "applies and holds on a probe model")
 
 
-def _silence() -> None:
+def _seclude() -> None:
+    """Neither heard nor reachable: gloo listens on the loopback interface, which is a host's first."""
+    os.environ["GLOO_SOCKET_IFNAME"] = socket.if_indextoname(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -54,7 +57,7 @@ def _silence() -> None:
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """Megatron's process groups over gloo with this process as the only rank; no port is opened."""
+    """Megatron's process groups over gloo with this process as the only rank."""
     from megatron.core import parallel_state
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
@@ -32,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from trainer import preemption
+from trainer import preemption, rendezvous
 from trainer.nodes import Nodes
 
 # A rank that raised stays connected this long: its peers fail after it, not with it, and a peer whose sudden
@@ -73,6 +72,8 @@ def launch(
     With several nodes each runs this function; all of them fail once one does.
     """
     assert nproc >= 1, nproc
+    if nodes.count == 1:
+        environment = {**environment, **rendezvous.loopback_environment()}
     ranks = range(nodes.rank * nproc, (nodes.rank + 1) * nproc)
     log_dir = log_dir.resolve()
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -113,8 +114,8 @@ def launch(
 def _rendezvous(nodes: Nodes) -> dict[str, Any]:
     """One node meets itself at a port of its own; several meet where they were told, in the order of their ranks."""
     if nodes.count == 1:
-        free_port = {"rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
-        return {"rdzv_backend": "c10d", "run_id": uuid.uuid4().hex, **free_port}
+        rendezvous.register()
+        return {"rdzv_backend": rendezvous.ONE_NODE, "run_id": "torpor"}
     return {
         "rdzv_backend": "static",
         "run_id": "torpor",

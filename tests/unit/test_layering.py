@@ -15,7 +15,7 @@ LAYERS = [
     ["patches"],
     ["trainer.files"],
     ["trainer.tasks", "trainer.algo", "trainer.report.units", "trainer.report.records"],
-    ["trainer.launch_environment", "trainer.objectives", "trainer.nodes", "trainer.preemption"],
+    ["trainer.launch_environment", "trainer.objectives", "trainer.nodes", "trainer.preemption", "trainer.rendezvous"],
     ["trainer.tokenizer", "trainer.limits", "trainer.memory_rules", "trainer.speed_rules", "trainer.parallel_rules"],
     ["trainer.hf_architecture"],
     ["trainer.rules_algo", "trainer.moe_rules"],
