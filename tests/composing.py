@@ -2,8 +2,8 @@
 
 from hydra import compose, initialize_config_module
 
-from trainer import config as configuration
-from trainer.config import Config
+from trainer.config import compose as configuration
+from trainer.config.schema import Config
 
 # Seconds-long runs of everything: small enough for a test, real at every point.
 SMALL = (

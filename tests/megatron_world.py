@@ -19,7 +19,7 @@ def one_rank_world() -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-    from trainer.models.build import drop_caches
+    from trainer.megatron.build import drop_caches
 
     assert not patches.applied()
     flash_sdp, generator_state = torch.backends.cuda.flash_sdp_enabled(), torch.get_rng_state()

@@ -11,13 +11,14 @@ from torch import Tensor
 import patches
 from tests.composing import SMALL, config_of
 from tests.megatron_world import one_rank_world
-from trainer import optimizer, step
-from trainer.config import Config
+from trainer.config.schema import Config
+from trainer.megatron import optimizer
+from trainer.megatron.build import named_tensors
 from trainer.memory.arena import HostArenas
 from trainer.memory.saver import make_saver
-from trainer.models.build import named_tensors
 from trainer.plan import make_plan
-from trainer.role import Role
+from trainer.roles.role import Role
+from trainer.training import step
 
 VOCAB_SIZE = 64
 POLICIES = ("full", "no_grads", "lean", "rebuild")

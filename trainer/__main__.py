@@ -1,4 +1,4 @@
-"""``python -m trainer``: Hydra composes and launches the jobs (:mod:`trainer.hydra_job`); a sweep ends with a table."""
+"""``python -m trainer``: Hydra composes jobs, :mod:`trainer.command.hydra_job` runs them; a sweep ends with a table."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import hydra
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from trainer import config as configuration
-from trainer import jobs
-from trainer.hints import hint_for, hint_for_flags
-from trainer.hydra_job import JobError, hydra_job
+from trainer.command import jobs
+from trainer.command.hydra_job import JobError, hydra_job
+from trainer.config import compose as configuration
+from trainer.config.hints import hint_for, hint_for_flags
 
 
 def _show_sweep(sweep: Path) -> str | None:

@@ -16,23 +16,26 @@ from typing import Any
 from torch import Tensor
 
 from patches.reloadable_groups import destroyed as process_groups_destroyed
-from trainer import metrics, optimizer, step, throughput
 from trainer.algo.estimators import AdvantageEstimator
 from trainer.algo.kl import next_kl_coef
-from trainer.backup import LazyTensors
 from trainer.checkpoint.state import Checkpoints
-from trainer.config import AlgoConfig, Config
-from trainer.data import Prompts
-from trainer.diagnostics import StepTraces
-from trainer.distributed import combined_digest, data_parallel_rank, seed_for, sum_over_ranks
-from trainer.experience import add_advantages, agreed_responses, batch_of
-from trainer.micro_batches import Split
+from trainer.common.seeds import seed_for
+from trainer.config.schema import AlgoConfig, Config
+from trainer.data.prompts import Prompts
+from trainer.measure import metrics, throughput
+from trainer.measure.diagnostics import StepTraces
+from trainer.measure.phases import Phases
+from trainer.megatron import optimizer
+from trainer.megatron.groups import combined_digest, data_parallel_rank, sum_over_ranks
+from trainer.megatron.sharding import OUTPUT, named_tensors, whole_tensors
 from trainer.models.hf_bridge import to_hf
-from trainer.models.sharding import OUTPUT, named_tensors, whole_tensors
-from trainer.phases import Phases
 from trainer.report import Progress, RunRecords
-from trainer.role import FORWARD, Role
+from trainer.roles.backuper import LazyTensors
+from trainer.roles.role import FORWARD, Role
 from trainer.rollout.hf import HfEngine
+from trainer.training import step
+from trainer.training.experience import add_advantages, agreed_responses, batch_of
+from trainer.training.micro_batches import Split
 
 
 @dataclass(frozen=True)

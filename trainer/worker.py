@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 
-from trainer import platform
 from trainer.checkpoint import folder
-from trainer.config import Config, to_plain
-from trainer.files import UnwritableFile
+from trainer.common.files import UnwritableFile
+from trainer.config.identity import to_plain
+from trainer.config.pieces import make_estimator, make_task
+from trainer.config.schema import Config
+from trainer.megatron import platform
 from trainer.plan import make_plan
 from trainer.plan.footprint import footprint, plan_rows
-from trainer.rules import make_task
-from trainer.rules_algo import make_estimator
 
 if TYPE_CHECKING:
     from trainer.loop import Run as LoopRun
-    from trainer.phases import Phases
+    from trainer.measure.phases import Phases
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ def run(job: Job) -> dict[str, Any]:
     platform.set_up_process_groups(job.config)
     job = _as_on_node_0(job)
     from trainer.checkpoint.state import Checkpoints  # imports megatron, which must come after the patches
-    from trainer.diagnostics import FOLDER, StepTraces
     from trainer.loop import Outputs, train
-    from trainer.phases import Phases
+    from trainer.measure.diagnostics import FOLDER, StepTraces
+    from trainer.measure.phases import Phases
     from trainer.report import Progress, RunRecords, open_loggers, write_report
 
     is_writer = int(os.environ["RANK"]) == 0
@@ -110,9 +110,9 @@ def _as_on_node_0(job: Job) -> Job:
 
 def export(parts: LoopRun, folder: Path | None) -> None:
     """Write the actor as a Hugging Face folder. Collective; ranks that give no folder only add their parts."""
+    from trainer.megatron.sharding import whole_tensors
     from trainer.models.hf_files import save_hf
-    from trainer.models.sharding import whole_tensors
-    from trainer.role import FORWARD
+    from trainer.roles.role import FORWARD
 
     with parts.actor.awake(kinds=FORWARD):
         weights = whole_tensors(parts.actor.chunks)
@@ -143,16 +143,17 @@ def _discard(_: Any) -> None:
 
 def build(config: Config, phases: Phases) -> LoopRun:
     """Task, tokenizer, roles and engine of one run, all asleep; the process groups must exist."""
-    from trainer.data import Prompts
-    from trainer.distributed import pipeline_rank, seed_for
+    from trainer.common.seeds import seed_for
+    from trainer.data.prompts import Prompts
     from trainer.loop import Run
+    from trainer.megatron.groups import pipeline_rank
     from trainer.memory.arena import HostArenas
     from trainer.memory.saver import make_saver
     from trainer.models.hf_bridge import from_hf
     from trainer.models.hf_files import SafetensorsFolder
-    from trainer.role import Role
+    from trainer.roles.role import Role
     from trainer.rollout.hf import HfEngine
-    from trainer.tokenizer import load_tokenizer
+    from trainer.tasks.tokenizer import load_tokenizer
 
     task = make_task(config)
     tokenizer = load_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)

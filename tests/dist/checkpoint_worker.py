@@ -13,9 +13,10 @@ import patches
 from tests.dist.invariance_worker import FAULTS
 from tests.full_disk import largest_file
 from tests.recording import lasting, recorded
-from trainer import platform, worker
-from trainer.config import Config
-from trainer.phases import Phases
+from trainer import worker
+from trainer.config.schema import Config
+from trainer.measure.phases import Phases
+from trainer.megatron import platform
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ def _run(case: Case) -> dict[str, Any]:
 
 def _check_ranks_agree(run: Any) -> None:
     """Every rank gathers the same weights under every tag."""
-    from trainer.models.sharding import whole_tensors
-    from trainer.role import FORWARD
+    from trainer.megatron.sharding import whole_tensors
+    from trainer.roles.role import FORWARD
 
     for role in run.roles.values():
         for tag in role.backuper.backup_tags if role.backuper else (role.name,):

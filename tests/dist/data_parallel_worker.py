@@ -26,14 +26,15 @@ from tests.roles import (
     train,
     weights_of,
 )
-from trainer import metrics, platform, step
-from trainer import role as role_module
-from trainer.distributed import data_parallel_rank, data_parallel_size
-from trainer.experience import add_advantages
-from trainer.micro_batches import Split, micro_batches
-from trainer.models import build
-from trainer.role import FORWARD, Role
-from trainer.rules_algo import make_estimator
+from trainer.config.pieces import make_estimator
+from trainer.measure import metrics
+from trainer.megatron import build, platform
+from trainer.megatron.groups import data_parallel_rank, data_parallel_size
+from trainer.roles import role as role_module
+from trainer.roles.role import FORWARD, Role
+from trainer.training import step
+from trainer.training.experience import add_advantages
+from trainer.training.micro_batches import Split, micro_batches
 
 FP32 = ("model.dtype=fp32", "model.max_length=256")
 OVERLAP = tuple(f"roles.actor.ddp.overlap_{name}=true" for name in ("grad_reduce", "param_gather"))

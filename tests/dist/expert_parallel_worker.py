@@ -24,10 +24,12 @@ from tests.roles import (
     train,
     weights_of,
 )
-from trainer import optimizer, platform, step, worker
-from trainer.models.sharding import named_tensors, whole_tensors
-from trainer.phases import Phases
-from trainer.role import FORWARD, Role
+from trainer import worker
+from trainer.measure.phases import Phases
+from trainer.megatron import optimizer, platform
+from trainer.megatron.sharding import named_tensors, whole_tensors
+from trainer.roles.role import FORWARD, Role
+from trainer.training import step
 
 MOE = (
     *("model.num_experts=4", "model.num_experts_per_tok=2", "model.ffn_size=64"),

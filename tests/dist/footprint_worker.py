@@ -10,16 +10,16 @@ from torch import distributed
 
 from tests.dist.data_parallel_worker import OVERLAP, small_buckets
 from tests.roles import VOCAB_SIZE, ddp_buffers, fresh_saver, make_role, small_config
-from trainer import platform
-from trainer.distributed import pipeline_group, pipeline_rank
+from trainer.config.pieces import make_task
+from trainer.megatron import platform
+from trainer.megatron.build import named_tensors
+from trainer.megatron.groups import pipeline_group, pipeline_rank
 from trainer.memory.saver import make_saver
-from trainer.models.build import named_tensors
 from trainer.plan.footprint import footprint
 from trainer.plan.role_bytes import role_bytes
-from trainer.role import Role
+from trainer.roles.role import Role
 from trainer.rollout.hf import HfEngine, _tensors
-from trainer.rules import make_task
-from trainer.tokenizer import load_tokenizer
+from trainer.tasks.tokenizer import load_tokenizer
 
 NO_DISTRIBUTED = tuple(f"roles.{role}.ddp.use_distributed_optimizer=false" for role in ("actor", "critic"))
 ODD = ("model.hidden_size=40", "model.ffn_size=50", "model.layers=3")  # nothing is a multiple of an alignment

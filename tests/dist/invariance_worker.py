@@ -10,10 +10,11 @@ from torch import distributed
 
 import patches
 from tests.recording import lasting, recorded
-from trainer import platform, worker
-from trainer.config import Config
-from trainer.distributed import combined_digest
-from trainer.phases import Phases
+from trainer import worker
+from trainer.config.schema import Config
+from trainer.measure.phases import Phases
+from trainer.megatron import platform
+from trainer.megatron.groups import combined_digest
 
 
 def run_matrix(payload: tuple[Mapping[str, Config], str | None]) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def _no_fault() -> Iterator[None]:
 @contextmanager
 def _without_switch_model() -> Iterator[None]:
     """Wake-up no longer ends with the restore of the tag's weights."""
-    from trainer.role import Role
+    from trainer.roles.role import Role
 
     def skip(self: Role, tag: str) -> None:
         self._active_tag = tag
@@ -75,7 +76,7 @@ def _without_switch_model() -> Iterator[None]:
 @contextmanager
 def _critic_flag_forced() -> Iterator[None]:
     """The critic's parameter buffer loses its backup behind the validator's back."""
-    from trainer import role
+    from trainer.roles import role
 
     original = role.wrap_ddp
 
@@ -126,7 +127,7 @@ def _late_copies() -> Iterator[None]:
 @contextmanager
 def _infinite_gradient() -> Iterator[None]:
     """The critic's first optimizer step meets an infinite gradient on the last rank."""
-    from trainer import step
+    from trainer.training import step
 
     original = step.train_minibatch
     is_due = distributed.get_rank() == distributed.get_world_size() - 1

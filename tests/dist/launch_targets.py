@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from trainer.launch import WorkerError, launch
+from trainer.command.launch import WorkerError, launch
 
 
 def _join_process_group() -> None:

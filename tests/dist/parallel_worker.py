@@ -13,17 +13,19 @@ from tests.dist.data_parallel_worker import my_share
 from tests.dist.expert_parallel_worker import asleep
 from tests.dist.invariance_worker import run_configs
 from tests.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, normal, small_config
-from trainer import loop, platform, step, worker
+from trainer import loop, worker
 from trainer.algo.log_probs import log_probs_and_entropy
-from trainer.config import Config
-from trainer.distributed import pipeline_group
+from trainer.config.pieces import make_task
+from trainer.config.schema import Config
+from trainer.megatron import platform
+from trainer.megatron.groups import pipeline_group
+from trainer.megatron.moe import load_balancing_loss
+from trainer.megatron.sharding import whole_tensors
 from trainer.models.hf_bridge import from_hf, to_hf
 from trainer.models.hf_files import SafetensorsFolder
-from trainer.models.moe import load_balancing_loss
-from trainer.models.sharding import whole_tensors
-from trainer.role import Role
-from trainer.rules import make_task
-from trainer.tokenizer import load_tokenizer
+from trainer.roles.role import Role
+from trainer.tasks.tokenizer import load_tokenizer
+from trainer.training import step
 
 ROWS = 263  # of the embedding: an odd number, more than there are tokens
 MODEL = (

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 import patches
 from patches import reloadable_groups
 from tests.dist.invariance_worker import run_matrix
-from trainer.config import Config
+from trainer.config.schema import Config
 
 CYCLES = 4
 

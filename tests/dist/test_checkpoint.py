@@ -14,8 +14,8 @@ from tests.composing import SMALL, config_of
 from tests.dist.checkpoint_worker import Case, run_cases
 from tests.dist.test_command_line import lasting_metrics, start, torpor
 from trainer.checkpoint import folder
-from trainer.launch import launch
-from trainer.launch_environment import worker_environment
+from trainer.command.launch import launch
+from trainer.command.launch_environment import worker_environment
 
 # Everything that a resume could get wrong: schedules that move, an adaptive coefficient, a critic that starts earlier.
 # The model has learned enough to get some answers right, so that gradients are not zero.

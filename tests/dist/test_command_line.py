@@ -12,7 +12,7 @@ import pytest
 
 from tests.composing import SMALL, config_of
 from tests.recording import lasting
-from trainer.config import to_plain
+from trainer.config.identity import to_plain
 from trainer.report.records import MEMORY_FILE, read_records
 
 ROOT = Path(__file__).parents[2]

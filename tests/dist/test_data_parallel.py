@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.dist.data_parallel_worker import run_checks
-from trainer.launch import launch
-from trainer.launch_environment import worker_environment
+from trainer.command.launch import launch
+from trainer.command.launch_environment import worker_environment
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from tests.composing import SMALL, config_of
 from tests.dist.invariance_worker import run_matrix
 from tests.dist.test_command_line import start
 from tests.unit.test_config import CONF, GROUPS
-from trainer.launch import launch
-from trainer.launch_environment import worker_environment
+from trainer.command.launch import launch
+from trainer.command.launch_environment import worker_environment
 
 EXPERIMENTS = [name for name in GROUPS["experiment"] if name not in ("none", "smollm2")]  # that: test_smollm2.py
 BROKEN = """

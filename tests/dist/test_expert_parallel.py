@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from tests.checkpoints import assert_same_tensors, whole_tensors
 from tests.dist.expert_parallel_worker import POLICIES, run_checks, run_replicated
-from trainer.launch import launch
-from trainer.launch_environment import worker_environment
+from trainer.command.launch import launch
+from trainer.command.launch_environment import worker_environment
 from trainer.models.hf_files import SafetensorsFolder
 from trainer.tasks.arithmetic import ArithmeticTask
-from trainer.tokenizer import load_tokenizer
+from trainer.tasks.tokenizer import load_tokenizer
 
 ENVIRONMENT = worker_environment(platform="cpu", sleeps=True, threads_per_worker=1)
 

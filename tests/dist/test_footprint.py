@@ -5,8 +5,8 @@ import mmap
 import pytest
 
 from tests.dist.footprint_worker import CASES, ENGINE_CASES, SHARED_CASES, run_cases
-from trainer.launch import launch
-from trainer.launch_environment import worker_environment
+from trainer.command.launch import launch
+from trainer.command.launch_environment import worker_environment
 
 PAGE = mmap.PAGESIZE
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from trainer.tasks.arithmetic import ArithmeticTask
-from trainer.tokenizer import load_tokenizer
+from trainer.tasks.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = (

@@ -11,8 +11,8 @@ import pytest
 from tests.composing import SMALL, config_of
 from tests.dist.invariance_worker import run_matrix
 from tests.recording import lasting
-from trainer.launch import WorkerError, launch
-from trainer.launch_environment import worker_environment
+from trainer.command.launch import WorkerError, launch
+from trainer.command.launch_environment import worker_environment
 
 CASES = {
     "none": ("offload=none",),

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.dist import launch_targets
-from trainer.launch import WorkerError, launch
+from trainer.command.launch import WorkerError, launch
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

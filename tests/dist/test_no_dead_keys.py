@@ -8,9 +8,9 @@ import pytest
 from tests.composing import SMALL, config_of
 from tests.dist.invariance_worker import run_matrix
 from trainer.algo.estimators import Gae, Grpo, ReinforcePlusPlus
-from trainer.config import AlgoConfig, KlConfig, RolloutConfig, SharedOptimizerConfig
-from trainer.launch import launch
-from trainer.launch_environment import worker_environment
+from trainer.command.launch import launch
+from trainer.command.launch_environment import worker_environment
+from trainer.config.schema import AlgoConfig, KlConfig, RolloutConfig, SharedOptimizerConfig
 
 # Two steps of a model that has learned enough to end some answers and get some right.
 BASE = (

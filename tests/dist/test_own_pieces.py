@@ -9,8 +9,8 @@ from tests.composing import SMALL, config_of
 from tests.dist.invariance_worker import run_matrix
 from tests.dist.test_command_line import lasting_metrics, start
 from tests.unit.test_config import CONF
-from trainer.launch import launch
-from trainer.launch_environment import worker_environment
+from trainer.command.launch import launch
+from trainer.command.launch_environment import worker_environment
 from trainer.plan import make_plan
 
 TEXT = (CONF / "README.md").read_text()

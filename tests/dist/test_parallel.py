@@ -7,8 +7,8 @@ from tests.composing import SMALL, config_of
 from tests.dist.parallel_worker import Job, run_job
 from tests.dist.test_invariance import numbers
 from trainer.algo.log_probs import log_probs_and_entropy
-from trainer.launch import launch
-from trainer.launch_environment import worker_environment
+from trainer.command.launch import launch
+from trainer.command.launch_environment import worker_environment
 
 TP, PP, VPP = ("parallel.tp=2",), ("parallel.pp=2",), ("parallel.pp=2", "parallel.vpp=2")
 TIED = ("model.tie_embeddings=true", "model.qk_norm=false", "model.qkv_bias=true")

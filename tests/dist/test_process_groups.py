@@ -6,8 +6,8 @@ import pytest
 
 from tests.composing import SMALL, config_of
 from tests.dist.process_groups_worker import CYCLES, run_cycles, run_jobs
-from trainer.launch import launch
-from trainer.launch_environment import worker_environment
+from trainer.command.launch import launch
+from trainer.command.launch_environment import worker_environment
 
 
 def launched(worker, payload, *, nproc, log_dir):

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.composing import config_of
 from tests.dist.invariance_worker import run_matrix
-from trainer.launch import launch
-from trainer.launch_environment import worker_environment
-from trainer.rules import make_task
-from trainer.tokenizer import load_tokenizer
+from trainer.command.launch import launch
+from trainer.command.launch_environment import worker_environment
+from trainer.config.pieces import make_task
+from trainer.tasks.tokenizer import load_tokenizer
 
 pytest.importorskip("reasoning_gym")
 

@@ -5,8 +5,8 @@ import math
 
 from tests.composing import SMALL, config_of
 from tests.dist.invariance_worker import run_matrix
-from trainer.launch import launch
-from trainer.launch_environment import worker_environment
+from trainer.command.launch import launch
+from trainer.command.launch_environment import worker_environment
 
 
 def test_every_task_trains_for_a_few_steps(tmp_path):

@@ -16,8 +16,8 @@ from tests.dist.invariance_worker import run_matrix
 from tests.dist.test_invariance import CASES, numbers
 from tests.gpu.worker import run_scenarios
 from tests.recording import lasting
-from trainer.launch import launch
-from trainer.launch_environment import worker_environment
+from trainer.command.launch import launch
+from trainer.command.launch_environment import worker_environment
 from trainer.plan.footprint import footprint
 
 POLICIES = ("full", "no_grads", "lean", "rebuild")

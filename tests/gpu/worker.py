@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import torch
 
-from trainer import platform
-from trainer.config import Config
+from trainer.config.schema import Config
+from trainer.measure.phases import Phases
+from trainer.megatron import platform
 from trainer.memory.ledger import sample_memory
-from trainer.phases import Phases
 
 GIB = 2**30
 
@@ -173,7 +173,7 @@ def storages(run: Any, directory: Path) -> dict[str, Any]:
 
 def backup_overhead(run: Any, directory: Path) -> dict[str, float]:
     """Host memory that one more weights tag takes, over the bytes of its tensors: by its own count and by PSS."""
-    from trainer.models.build import named_tensors
+    from trainer.megatron.build import named_tensors
 
     with run.actor.awake():
         tensor_bytes = sum(tensor.nbytes for _, tensor in named_tensors(run.actor.chunks))
@@ -189,7 +189,7 @@ def backup_overhead(run: Any, directory: Path) -> dict[str, float]:
 
 def forward_peaks(run: Any, directory: Path) -> list[int]:
     """Peak bytes allocated by forward-only passes over 2 and over 32 micro-batches of the same shape."""
-    from trainer import step
+    from trainer.training import step
 
     peaks = []
     with run.actor.awake(kinds=("param",)):
@@ -209,7 +209,7 @@ def attention(run: Any, directory: Path) -> dict[str, Any]:
     difference over the norm; of the gradients the farthest."""
     from dataclasses import replace
 
-    from trainer.models.build import build_gpt
+    from trainer.megatron.build import build_gpt
 
     tokens = torch.randint(0, 64, (4, 200), device=torch.cuda.current_device())
     positions = torch.arange(200, device=tokens.device).expand_as(tokens)

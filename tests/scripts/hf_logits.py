@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.composing import config_of
 from tests.roles import one_thread_world
+from trainer.megatron.sharding import whole_tensors
 from trainer.memory.arena import HostArenas
 from trainer.memory.saver import make_saver
 from trainer.models.hf_bridge import from_hf
 from trainer.models.hf_files import SafetensorsFolder, save_hf
-from trainer.models.sharding import whole_tensors
 from trainer.plan import make_plan
-from trainer.role import Role
+from trainer.roles.role import Role
 
 TEXTS = (
     "What is 17 + 25? The sum is 42.",

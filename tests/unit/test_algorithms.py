@@ -102,7 +102,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids="-".join)
 def test_learning_rates_by_hand(schedule):
-    from trainer.optimizer import build_scheduler
+    from trainer.megatron.optimizer import build_scheduler
 
     style = [f"optimizer.lr_wsd_decay_style={schedule[1]}", "optimizer.lr_wsd_decay_steps=4"] if schedule[1:] else []
     config = config_of(

@@ -7,9 +7,9 @@ import pytest
 
 from tests.composing import config_of
 from tests.megatron_world import one_rank_world
-from trainer import speed_rules
-from trainer.models.build import build_gpt
-from trainer.models.layers import CausalAttention, core_attention
+from trainer.config.rules import model as model_rules
+from trainer.megatron.build import build_gpt
+from trainer.megatron.layers import CausalAttention, core_attention
 from trainer.plan.layout import WHOLE
 
 
@@ -21,7 +21,7 @@ def installed(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     monkeypatch.delitem(sys.modules, "transformer_engine")
-    assert isinstance(speed_rules.find_spec("transformer_engine"), ModuleSpec)
+    assert isinstance(model_rules.find_spec("transformer_engine"), ModuleSpec)
 
 
 def backends(*overrides):

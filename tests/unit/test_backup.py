@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import patches
-from trainer.backup import TensorBackuper
 from trainer.memory.arena import HostArena, HostArenas
+from trainer.roles.backuper import TensorBackuper
 
 MIB = 1 << 20
 

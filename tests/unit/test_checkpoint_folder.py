@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.composing import SMALL, config_of
-from trainer import jobs
 from trainer.checkpoint import folder
 from trainer.checkpoint.folder import Manifest
-from trainer.config import to_plain
+from trainer.command import jobs
+from trainer.config.identity import to_plain
 
 ROLES = ("actor", "critic")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.checkpoint.pieces import rectangles, rectangles_of
-from trainer.models.sharding import Sharding
+from trainer.megatron.sharding import Sharding
 
 
 @pytest.mark.parametrize(

@@ -24,13 +24,13 @@ from tests.roles import (
 )
 from trainer.checkpoint import folder, storage
 from trainer.checkpoint.state import Checkpoints, _states
+from trainer.config.pieces import make_task
+from trainer.megatron.build import named_tensors
+from trainer.megatron.optimizer import shares, step_count
 from trainer.memory.ledger import sample_memory
-from trainer.models.build import named_tensors
-from trainer.optimizer import shares, step_count
 from trainer.plan import KINDS
 from trainer.plan.footprint import footprint
-from trainer.rules import make_task
-from trainer.tokenizer import load_tokenizer
+from trainer.tasks.tokenizer import load_tokenizer
 
 MIB = 2**20
 STATE = {"kl_coef": 0.1, "schedule_steps": {}, "record": {}}

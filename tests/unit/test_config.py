@@ -16,8 +16,9 @@ from transformers import LlamaConfig
 
 import conf
 from tests.composing import composed, config_of
-from trainer import config as configuration
-from trainer.config import Config, config_hash, to_plain
+from trainer.config import compose as configuration
+from trainer.config.identity import config_hash, to_plain
+from trainer.config.schema import Config
 
 CONF = Path(conf.__path__[0])
 GROUPS = {path.name: sorted(option.stem for option in path.glob("*.yaml")) for path in CONF.iterdir() if path.is_dir()}
@@ -279,7 +280,8 @@ def test_the_hash_sees_every_leaf_that_decides():
 
 def test_the_hash_is_the_same_in_another_process():
     command = (
-        "from tests.composing import config_of; from trainer.config import config_hash; print(config_hash(config_of()))"
+        "from tests.composing import config_of; from trainer.config.identity import config_hash; "
+        "print(config_hash(config_of()))"
     )
     done = subprocess.run(
         [sys.executable, "-c", command], cwd=CONF.parent, capture_output=True, text=True, env={"PYTHONHASHSEED": "5"}

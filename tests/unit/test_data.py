@@ -7,11 +7,11 @@ import torch
 
 from tests.megatron_world import one_rank_world
 from tests.roles import small_config
-from trainer import data
-from trainer.data import Prompts
-from trainer.distributed import seed_for
+from trainer.common.seeds import seed_for
+from trainer.data.prompts import Prompts
+from trainer.data.prompts import prompts as data
 from trainer.tasks.arithmetic import ArithmeticTask
-from trainer.tokenizer import load_tokenizer
+from trainer.tasks.tokenizer import load_tokenizer
 
 TASK = ArithmeticTask(max_operand=9, operations=["plus"], forms="digits", heldout_fraction=0.2, seed=1)
 

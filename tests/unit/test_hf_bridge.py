@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import conf
 from tests.megatron_world import one_rank_world
-from trainer.config import ModelConfig
-from trainer.models.build import build_gpt, named_tensors
+from trainer.config.schema import ModelConfig
+from trainer.megatron.build import build_gpt, named_tensors
 from trainer.models.hf_bridge import from_hf, hf_config, to_hf, views_by_file_name
 from trainer.plan.layout import WHOLE
 

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2
 from tests import roles
 from tests.composing import config_of
 from tests.megatron_world import one_rank_world
-from trainer.config import ModelConfig
-from trainer.models.build import build_gpt, named_tensors
+from trainer.config.schema import ModelConfig
+from trainer.megatron.build import build_gpt, named_tensors
 from trainer.models.hf_bridge import from_hf, to_hf, views_by_file_name
 from trainer.models.hf_files import INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder, save_hf
 from trainer.plan.layout import WHOLE
 from trainer.tasks.arithmetic import ArithmeticTask
-from trainer.tokenizer import load_tokenizer
+from trainer.tasks.tokenizer import load_tokenizer
 
 VOCABULARY = 64
 SIZES = {

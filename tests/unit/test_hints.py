@@ -9,8 +9,8 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException, MissingConfigException
 
 from tests.composing import composed, config_of
-from trainer.config import Config
-from trainer.hints import EXTRAS, hint_for, hint_for_flags, known_keys
+from trainer.config.hints import EXTRAS, hint_for, hint_for_flags, known_keys
+from trainer.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
 

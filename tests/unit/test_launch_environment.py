@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer import launch_environment
-from trainer.launch_environment import worker_environment
+from trainer.command import launch_environment
+from trainer.command.launch_environment import worker_environment
 
 THREADS = {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "3"}
 

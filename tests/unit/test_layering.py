@@ -10,57 +10,30 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# A module imports only from layers above its own, and within its own layer. Longest prefix wins.
-LAYERS = [
-    ["patches"],
-    ["trainer.files"],
-    ["trainer.tasks", "trainer.algo", "trainer.report.units", "trainer.report.records"],
-    ["trainer.launch_environment", "trainer.objectives", "trainer.nodes", "trainer.preemption", "trainer.rendezvous"],
-    ["trainer.tokenizer", "trainer.limits", "trainer.memory_rules", "trainer.speed_rules", "trainer.parallel_rules"],
-    ["trainer.hf_architecture"],
-    ["trainer.rules_algo", "trainer.moe_rules"],
-    ["trainer.rules"],
-    ["trainer.config"],
-    [
-        "trainer.plan",
-        "trainer.plan.layout",
-        "trainer.plan.footprint",
-        "trainer.plan.fit",
-        "trainer.flops",
-        "trainer.hints",
-        "trainer.checkpoint",
-        "trainer.checkpoint.folder",
-    ],
-    [
-        "trainer.platform",
-        "trainer.node_settings",
-        "trainer.distributed",
-        "trainer.phases",
-        "trainer.diagnostics",
-        "trainer.memory",
-        "trainer.backup",
-    ],
-    ["trainer.models", "trainer.micro_batches"],
-    ["trainer.optimizer", "trainer.rollout"],
-    ["trainer.role"],
-    [
-        "trainer.data",
-        "trainer.metrics",
-        "trainer.step",
-        "trainer.experience",
-        "trainer.throughput",
-        "trainer.checkpoint.state",
-        "trainer.checkpoint.pieces",
-        "trainer.checkpoint.storage",
-        "trainer.checkpoint.writing",
-    ],
-    ["trainer.report"],
-    ["trainer.loop"],
-    ["trainer.worker", "trainer.launch", "trainer.jobs", "trainer.sweep_processes"],
-    ["trainer.attempts", "trainer.hydra_job"],
-    ["trainer.__main__", "trainer.plan.__main__", "trainer.bench"],
+# The folders of trainer/, each with its modules: a module imports from its own folder and from those above it here.
+# Entry points, the __main__ modules of folders, may import everything.
+FOLDERS = [
+    "common",
+    "tasks",
+    "algo",
+    "config",
+    "report",
+    "models",
+    "megatron",
+    "data",
+    "plan",
+    "memory",
+    "roles",
+    "rollout",
+    "training",
+    "measure",
+    "checkpoint",
+    "loop",
+    "worker",
+    "command",
+    "bench",
+    "__main__",
 ]
-LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for package in ("trainer", "patches")
@@ -94,11 +67,11 @@ def imports(module: str) -> set[str]:
 
 
 def level_of(module: str) -> int:
-    name = module
-    while name not in LEVELS:
-        assert "." in name, f"{module} is in no layer: add it to LAYERS"
-        name = name.rpartition(".")[0]
-    return LEVELS[name]
+    """Position of a module's folder; ``patches`` comes first, and packages without a folder of their own with it."""
+    package, _, rest = module.partition(".")
+    if package == "patches" or not rest:
+        return -1
+    return FOLDERS.index("__main__" if rest.endswith("__main__") else rest.partition(".")[0])
 
 
 def importers_of(library: str) -> set[str]:
@@ -108,8 +81,16 @@ def importers_of(library: str) -> set[str]:
 @pytest.mark.parametrize("module", sorted(set(MODULES) - {"trainer"}))
 def test_imports_run_one_way(module):
     own = [name for name in imports(module) if name.split(".")[0] in ("trainer", "patches")]
-    wrong = [name for name in own if name != "trainer" and level_of(name) > level_of(module)]
-    assert wrong == [], f"{module} imports from a later layer"
+    wrong = [name for name in own if level_of(name) > level_of(module)]
+    assert wrong == [], f"{module} imports from a later folder"
+
+
+def test_every_folder_says_what_may_live_in_it():
+    folders = {path.name for path in (ROOT / "trainer").iterdir() if (path / "__init__.py").exists()}
+    modules = {path.stem for path in (ROOT / "trainer").glob("*.py")} - {"__init__"}
+    assert folders | modules == set(FOLDERS)
+    for folder in folders:
+        assert ast.get_docstring(ast.parse((ROOT / "trainer" / folder / "__init__.py").read_text()))
 
 
 @pytest.mark.parametrize("package", ["trainer.tasks", "trainer.algo"])
@@ -127,13 +108,13 @@ def test_algo_is_pure_tensor_functions():
 
 
 def test_who_imports_what():
-    mains = {"trainer.__main__", "trainer.hydra_job", "trainer.plan.__main__"} | {
+    mains = {"trainer.__main__", "trainer.command.hydra_job", "trainer.plan.__main__"} | {
         module for module in MODULES if module.startswith("trainer.bench.")
     }
-    assert importers_of("omegaconf") - mains == {"trainer.config"}
-    callbacks = {"trainer.jobs", "trainer.sweep_processes"}
-    assert importers_of("hydra") - mains <= {"trainer.config", "trainer.rules", "trainer.rules_algo"} | callbacks
-    allowed = {"trainer.launch_environment"}
+    assert importers_of("omegaconf") - mains == {"trainer.config.compose"}
+    callbacks = {"trainer.command.jobs", "trainer.command.sweep_processes"}
+    assert importers_of("hydra") - mains == {"trainer.config.compose", "trainer.config.pieces"} | callbacks
+    allowed = {"trainer.command.launch_environment"}
     users = {
         m
         for m in importers_of("torch_memory_saver")
@@ -161,7 +142,7 @@ def writes_environment(node: ast.AST) -> bool:
 
 def test_the_environment_is_written_in_one_place():
     writers = {module for module in MODULES if any(writes_environment(node) for node in nodes(module))}
-    assert writers - {"patches.probe"} == {"trainer.launch"}  # the probe's are in processes of its own
+    assert writers - {"patches.probe"} == {"trainer.command.launch"}  # the probe's are in processes of its own
 
 
 def test_the_parent_neither_imports_megatron_nor_touches_a_device():
@@ -169,8 +150,8 @@ def test_the_parent_neither_imports_megatron_nor_touches_a_device():
         "import sys, trainer.__main__, trainer.plan.__main__, torch\n"
         "from tests.composing import config_of\n"
         "from trainer.plan.fit import check_fits\n"
-        "from trainer.rules import make_task\n"
-        "from trainer.tokenizer import vocab_size_of\n"
+        "from trainer.config.pieces import make_task\n"
+        "from trainer.tasks.tokenizer import vocab_size_of\n"
         "check_fits(config_of(), vocab_size=vocab_size_of(None, task=make_task(config_of()), vocab_size=320))\n"
         "print([name for name in ('megatron', 'transformers', 'matplotlib') if name in sys.modules], "
         "torch.cuda.is_initialized())"

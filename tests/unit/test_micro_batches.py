@@ -5,7 +5,7 @@ import torch
 
 from tests.composing import SMALL, config_of
 from tests.roles import make_batch
-from trainer.micro_batches import group_by_length, in_order, micro_batches, sequence_lengths, split_to_count
+from trainer.training.micro_batches import group_by_length, in_order, micro_batches, sequence_lengths, split_to_count
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -1,4 +1,4 @@
-"""trainer.models.moe: routing by hand, and a load-balancing loss that no split, padding or aggregation distorts."""
+"""trainer.megatron.moe: routing by hand, and a load-balancing loss that no split, padding or aggregation distorts."""
 
 import dataclasses
 from pathlib import Path
@@ -20,10 +20,11 @@ from tests.roles import (
     train,
     weights_of,
 )
-from trainer import metrics, optimizer, step
-from trainer.config import ModelConfig
-from trainer.distributed import tensor_parallel_group
-from trainer.models import moe
+from trainer.config.schema import ModelConfig
+from trainer.measure import metrics
+from trainer.megatron import moe, optimizer
+from trainer.megatron.groups import tensor_parallel_group
+from trainer.training import step
 
 _TINY = OmegaConf.to_container(OmegaConf.load(Path(conf.__file__).parent / "model/tiny.yaml"))
 MODEL = ModelConfig(**{**_TINY, "attention_backend": "sdpa"})  # type: ignore[dict-item]

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from tests.composing import SMALL, config_of
-from trainer.node_settings import differences
-from trainer.nodes import Nodes, find_nodes, first_host
+from trainer.command.nodes import Nodes, find_nodes, first_host
+from trainer.megatron.node_settings import differences
 from trainer.plan.footprint import footprint
 
 SLURM = {

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from trainer.phases import Phases
+from trainer.measure.phases import Phases
 
 
 def region(role, kind, state, *, released=0, backup=0):

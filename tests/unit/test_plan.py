@@ -6,8 +6,8 @@ import itertools
 import pytest
 
 from tests.composing import config_of
-from trainer import rules
-from trainer.config import RestoreConfig
+from trainer.config import rules
+from trainer.config.schema import RestoreConfig
 from trainer.plan import KINDS, Plan, PlanRow, make_plan
 
 # policy -> role -> (param keeper, param flag, grad keeper, grad flag, rest keeper), as DESIGN's table has them

@@ -2,7 +2,7 @@
 
 import signal
 
-from trainer.preemption import request_handler
+from trainer.checkpoint.preemption import request_handler
 
 
 def test_the_first_signal_asks_and_the_second_ends(tmp_path, capfd):

@@ -13,7 +13,8 @@ import torch
 from matplotlib.image import imread
 from rich.console import Console
 
-from trainer.config import LoggerConfig
+from trainer.common.units import byte_unit, format_bytes, time_unit
+from trainer.config.schema import LoggerConfig
 from trainer.report import (
     MEMORY_FILE,
     METRICS_FILE,
@@ -27,7 +28,6 @@ from trainer.report import (
     write_report,
 )
 from trainer.report.memory import timeline
-from trainer.report.units import byte_unit, format_bytes, time_unit
 
 MIB, GIB = 2**20, 2**30
 PARAMETERS = MIB  # per role, so that bytes per parameter are MiB

@@ -21,15 +21,15 @@ from tests.roles import (
     train,
     weights_of,
 )
-from trainer import step
-from trainer.backup import TensorBackuper
 from trainer.loop import start_critic_from
+from trainer.megatron.build import named_tensors
+from trainer.megatron.optimizer import inner_optimizers
 from trainer.memory.arena import HostArenas
-from trainer.models.build import named_tensors
-from trainer.optimizer import inner_optimizers
 from trainer.plan import KINDS
 from trainer.plan.footprint import footprint
-from trainer.role import FORWARD, Role
+from trainer.roles.backuper import TensorBackuper
+from trainer.roles.role import FORWARD, Role
+from trainer.training import step
 
 MIB = 1 << 20
 MEDIUM = ("model.layers=2", "model.hidden_size=512", "model.ffn_size=1536")  # 6M parameters, 100 MB awake

@@ -8,13 +8,13 @@ import torch
 
 from tests.megatron_world import one_rank_world
 from trainer.algo.log_probs import log_probs_from_logits
-from trainer.config import ModelConfig, RolloutConfig
+from trainer.config.schema import ModelConfig, RolloutConfig
+from trainer.megatron.build import build_gpt, named_tensors
 from trainer.memory.saver import MemorySaver, NullSaver
-from trainer.models.build import build_gpt, named_tensors
 from trainer.models.hf_bridge import to_hf
 from trainer.plan.layout import WHOLE
 from trainer.rollout.hf import HfEngine
-from trainer.tokenizer import load_tokenizer
+from trainer.tasks.tokenizer import load_tokenizer
 
 VOCABULARY = 259  # the 256 bytes and three special tokens
 PAD, EOS = 0, 2

@@ -7,9 +7,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.composing import composed, config_of
-from trainer import config as configuration
-from trainer import limits
-from trainer.config import GRAD_FLAG, PARAM_FLAG, Config
+from trainer.config import compose as configuration
+from trainer.config.rules import limits
+from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, Config
 from trainer.plan import make_plan
 
 # Sizes that the messages below speak of; a later override on a command line wins.

@@ -13,10 +13,10 @@ from torch_memory_saver import entrypoint
 
 import patches
 from tests.composing import config_of
-from trainer import attempts, launch_environment
+from trainer.command import attempts, launch_environment
+from trainer.command.nodes import Nodes
 from trainer.memory import cuda_regions
 from trainer.memory.saver import MemorySaver, make_saver
-from trainer.nodes import Nodes
 from trainer.worker import Job
 
 ROOT = Path(__file__).parents[2]

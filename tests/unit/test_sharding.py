@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.models.sharding import Sharding
+from trainer.megatron.sharding import Sharding
 
 
 def test_a_vocabulary_is_padded_to_equal_parts():

@@ -18,11 +18,13 @@ from tests.roles import (
     train,
     weights_of,
 )
-from trainer import loop, metrics, step, worker
-from trainer.experience import add_advantages as add_to_batch
-from trainer.phases import Phases
-from trainer.role import FORWARD
-from trainer.rules_algo import make_estimator
+from trainer import loop, worker
+from trainer.config.pieces import make_estimator
+from trainer.measure import metrics
+from trainer.measure.phases import Phases
+from trainer.roles.role import FORWARD
+from trainer.training import step
+from trainer.training.experience import add_advantages as add_to_batch
 
 FP32 = ("model.dtype=fp32", "optimizer.clip_grad=0")
 

@@ -11,8 +11,9 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from tests.composing import SMALL, config_of
-from trainer import attempts, jobs, objectives
-from trainer import config as configuration
+from trainer.command import attempts, jobs
+from trainer.config import compose as configuration
+from trainer.config import objectives
 
 ROOT = Path(__file__).parents[2]
 needs_plugins = pytest.mark.skipif(

@@ -18,8 +18,8 @@ from trainer.tasks import Example, Task
 from trainer.tasks.arithmetic import ArithmeticTask, number_in_words
 from trainer.tasks.jsonl import JsonlTask
 from trainer.tasks.reasoning_gym import ReasoningGymTask
+from trainer.tasks.tokenizer import load_tokenizer
 from trainer.tasks.verifiers import VERIFIERS, resolve_verifier, verify
-from trainer.tokenizer import load_tokenizer
 
 TASK_CLASSES = {
     "arithmetic": ArithmeticTask,
@@ -374,7 +374,7 @@ def test_verifier_by_dotted_path(tmp_path, monkeypatch):
 
 def test_tasks_import_without_torch():
     code = (
-        "import sys, trainer.tokenizer\n"
+        "import sys, trainer.tasks.tokenizer\n"
         "import trainer.tasks.arithmetic, trainer.tasks.jsonl, trainer.tasks.reasoning_gym\n"
         "print(sorted({'torch', 'transformers', 'reasoning_gym', 'omegaconf'} & set(sys.modules)))"
     )

@@ -5,9 +5,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, small_config
-from trainer import step, throughput
-from trainer.flops import forward_flops, matmul_parameters, peak_flops_per_second
-from trainer.throughput import StepWork, Work
+from trainer.measure import throughput
+from trainer.measure.throughput import StepWork, Work
+from trainer.models.flops import forward_flops, matmul_parameters, peak_flops_per_second
+from trainer.training import step
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from trainer.tasks.arithmetic import ArithmeticTask
-from trainer.tokenizer import BOS, EOS, PAD, SMALLEST_VOCAB_SIZE, check_vocab_size, load_tokenizer, vocab_size_of
+from trainer.tasks.tokenizer import BOS, EOS, PAD, SMALLEST_VOCAB_SIZE, check_vocab_size, load_tokenizer, vocab_size_of
 
 SETTINGS = {
     "max_operand": 9,
@@ -65,7 +65,7 @@ def test_digits_stand_alone_and_words_of_the_task_merge():
 
 def test_same_corpus_same_bytes_in_another_process():
     code = (
-        "from trainer.tasks.arithmetic import ArithmeticTask; from trainer.tokenizer import load_tokenizer\n"
+        "from trainer.tasks.arithmetic import ArithmeticTask; from trainer.tasks.tokenizer import load_tokenizer\n"
         f"task = ArithmeticTask(**{SETTINGS})\n"
         "print(load_tokenizer(None, task=task, vocab_size=320).backend_tokenizer.to_str())"
     )

@@ -16,12 +16,13 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from trainer import config as configuration
 from trainer.bench import cases, measure
 from trainer.bench.cases import CASES, BenchConfig, BenchRoot, Case, CaseJob
 from trainer.bench.launching import run_job, run_workers
 from trainer.bench.table import NEEDS_GPU, bench_table, document, plan_comparison, summarize
-from trainer.config import Config
+from trainer.config import compose as configuration
+from trainer.config.identity import config_hash
+from trainer.config.schema import Config
 from trainer.plan.footprint import footprint, plan_rows
 from trainer.report import read_records
 from trainer.report.records import BENCH_FILE
@@ -53,7 +54,7 @@ def run(bench: BenchConfig, configs: Mapping[str, Config], directory: Path, cons
     failed = "error" in roofline
     for name, config in configs.items():
         case = CASES[name]
-        record: dict[str, Any] = {"case": name, "config_hash": configuration.config_hash(config)}
+        record: dict[str, Any] = {"case": name, "config_hash": config_hash(config)}
         if case.needs_gpu and config.platform.name == "cpu":
             record["error"] = NEEDS_GPU
         else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import List  # noqa: UP035  (omegaconf reads these annotations)
 
-from trainer.config import Config, Section
+from trainer.config.schema import Config, Section
 
 
 @dataclass

@@ -14,10 +14,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from trainer.bench import cases
-from trainer.config import Config
-from trainer.hints import hint_for
-from trainer.launch import WorkerError, launch
-from trainer.launch_environment import worker_environment
+from trainer.command.launch import WorkerError, launch
+from trainer.command.launch_environment import worker_environment
+from trainer.config.hints import hint_for
+from trainer.config.schema import Config
 
 _Prepared = TypeVar("_Prepared")
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from trainer import platform
 from trainer.bench.cases import CaseJob
+from trainer.megatron import platform
 from trainer.memory.ledger import sample_memory
 from trainer.plan import make_plan
 from trainer.plan.footprint import footprint
@@ -77,7 +77,7 @@ def measure_roofline(job: CaseJob) -> dict[str, float]:
     """
     _set_up(job)
     import trainer.bench.peers
-    import trainer.role  # noqa: F401
+    import trainer.roles.role  # noqa: F401
     from trainer.memory.arena import HostArena
 
     size_bytes = job.bench.roofline_mib << 20
@@ -110,7 +110,7 @@ def _set_up(job: CaseJob) -> None:
 def _build(job: CaseJob, events: list[dict[str, Any]]) -> list[Any]:
     """Both roles, ready for their first sleep: host memory that is pinned at all in advance is pinned, in the
     background while the rest of megatron-core is imported and the models are built."""
-    from trainer.distributed import seed_for
+    from trainer.common.seeds import seed_for
     from trainer.memory.arena import HostArenas
 
     config = job.config
@@ -121,7 +121,7 @@ def _build(job: CaseJob, events: list[dict[str, Any]]) -> list[Any]:
 
     from trainer.bench import peers
     from trainer.memory.saver import make_saver
-    from trainer.role import Role
+    from trainer.roles.role import Role
 
     plan, saver = make_plan(config), make_saver(config)
     roles = []
@@ -188,7 +188,7 @@ def state_checksums(role: Any) -> list[int]:
     tensor lies: the sum of its 16-bit words, each times its odd position, modulo 2^64. A change of any single word, or
     a swap of two different ones, changes it."""
     from trainer.bench.peers import state_tensors
-    from trainer.models.build import named_tensors
+    from trainer.megatron.build import named_tensors
 
     torch.cuda.synchronize()  # the optimizer state may be on its way back
     tensors = [*(tensor for _, tensor in named_tensors(role.chunks)), *state_tensors(role.optimizer)]
@@ -199,7 +199,7 @@ def state_checksums(role: Any) -> list[int]:
 
 
 def _true_on_all_ranks(value: bool) -> bool:
-    from trainer.distributed import sum_over_ranks
+    from trainer.megatron.groups import sum_over_ranks
 
     return sum_over_ranks({"false": float(not value)})["false"] == 0
 

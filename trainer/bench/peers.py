@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
-from trainer import optimizer as optimizers
-from trainer.config import Config
+from trainer.config.schema import Config
+from trainer.megatron import optimizer as optimizers
+from trainer.megatron.build import build_chunks, drop_caches, move_rest, named_tensors, wrap_ddp
 from trainer.memory.arena import HostArenas
 from trainer.memory.regions import MemoryObserver, RoleRegions
 from trainer.memory.saver import Saver
-from trainer.models.build import build_chunks, drop_caches, move_rest, named_tensors, wrap_ddp
 from trainer.plan import KINDS, Plan
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a role is built from besides its config, as in :class:`trainer.role.Role`."""
+    """What a role is built from besides its config, as in :class:`trainer.roles.role.Role`."""
 
     plan: Plan
     saver: Saver

@@ -17,19 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer import loop, metrics, step, throughput
-from trainer.config import Config, RoleConfig
-from trainer.data import Prompts
-from trainer.distributed import seed_for
-from trainer.experience import add_advantages, batch_of
+from trainer import loop
+from trainer.common.seeds import seed_for
+from trainer.config.pieces import make_estimator, make_task
+from trainer.config.schema import Config, RoleConfig
+from trainer.data.prompts import Prompts
+from trainer.measure import metrics, throughput
+from trainer.measure.phases import Phases
 from trainer.memory.saver import NullSaver
-from trainer.micro_batches import Batch, Split, in_order, micro_batches
 from trainer.models.hf_files import SafetensorsFolder
-from trainer.phases import Phases
 from trainer.rollout.hf import HfEngine
-from trainer.rules import make_task
-from trainer.rules_algo import make_estimator
-from trainer.tokenizer import load_tokenizer
+from trainer.tasks.tokenizer import load_tokenizer
+from trainer.training import step
+from trainer.training.experience import add_advantages, batch_of
+from trainer.training.micro_batches import Batch, Split, in_order, micro_batches
 
 
 class ValueModel(nn.Module):
@@ -47,7 +48,7 @@ class ValueModel(nn.Module):
 
 
 class PlainTrainer:
-    """Forward passes and optimizer steps of one model, as in :mod:`trainer.step`.
+    """Forward passes and optimizer steps of one model, as in :mod:`trainer.training.step`.
 
     ``forward``: tokens [b, s] -> the model's output. Batches are padded on the right and causal, so no mask is needed.
     """
@@ -70,7 +71,7 @@ class PlainTrainer:
         )
 
     def train_minibatch(self, batch: Batch, loss: step.Loss, split: Split) -> dict[str, float]:
-        """One optimizer step; the sums that :func:`trainer.step.train_minibatch` reports."""
+        """One optimizer step; the sums that :func:`trainer.training.step.train_minibatch` reports."""
         reports = []
         for part in micro_batches(batch, **split):
             micro_batch = part.take(batch)

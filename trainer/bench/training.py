@@ -20,12 +20,13 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from trainer import config as configuration
 from trainer.bench.launching import run_job, run_workers
 from trainer.bench.training_workers import TrainingJob, run_plain, run_torpor
-from trainer.config import Config, Section
+from trainer.common.units import format_count
+from trainer.config import compose as configuration
+from trainer.config.identity import config_hash
+from trainer.config.schema import Config, Section
 from trainer.report.tables import UNKNOWN, Table, text
-from trainer.report.units import format_count
 
 RESULT_FILE, TABLE_FILE, WEIGHTS_FOLDER = "training.json", "training.md", "initial_weights"
 
@@ -138,7 +139,7 @@ def run(bench: BenchTrainingConfig, configs: Mapping[str, Config], directory: Pa
         console.print(f"{name}: {meaning}")
         job = TrainingJob(config, directory / WEIGHTS_FOLDER, bench.steps, bench.case_timeout_seconds)
         results[name] = run_workers(worker, job, name, directory, console)
-        results[name] = {"config_hash": configuration.config_hash(config), **results[name]}
+        results[name] = {"config_hash": config_hash(config), **results[name]}
         (directory / RESULT_FILE).write_text(json.dumps(results, indent=1) + "\n")
     measured = {name: record for name, record in results.items() if "error" not in record}
     if measured:

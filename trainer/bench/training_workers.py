@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer import platform, worker
+from trainer import worker
 from trainer.bench.measure import versions
-from trainer.config import Config
+from trainer.config.schema import Config
+from trainer.megatron import platform
 
 if TYPE_CHECKING:
-    from trainer.phases import Phases
+    from trainer.measure.phases import Phases
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def _set_up(job: TrainingJob) -> Phases:
     faulthandler.dump_traceback_later(job.timeout_seconds, exit=True)
     platform.set_up(job.config)
     platform.set_up_process_groups(job.config)
-    from trainer.phases import Phases
+    from trainer.measure.phases import Phases
 
     return Phases(lambda record: None, gpu=job.config.platform.name == "cuda")
 

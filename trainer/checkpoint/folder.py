@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Config, to_plain
+from trainer.config.identity import to_plain
+from trainer.config.schema import Config
 
 FOLDER = "checkpoints"
 _LATEST, _BEST, _MANIFEST, _TEMPORARY = "latest", "best", "manifest.json", ".tmp"

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import ChunkStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from trainer.models.sharding import Sharding, Share, own_cut, sharding_of
+from trainer.megatron.sharding import Sharding, Share, own_cut, sharding_of
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 

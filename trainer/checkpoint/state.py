@@ -26,10 +26,10 @@ from typing import Any
 
 from torch import distributed
 
-from trainer import optimizer as optimizers
 from trainer.checkpoint import folder, storage
 from trainer.checkpoint.folder import Manifest
 from trainer.checkpoint.pieces import pieces_of
+from trainer.checkpoint.preemption import STOP_FILE
 from trainer.checkpoint.storage import State
 from trainer.checkpoint.writing import (
     BackgroundWriter,
@@ -39,10 +39,11 @@ from trainer.checkpoint.writing import (
     on_rank_0,
     write_bytes,
 )
-from trainer.config import Config, to_plain
-from trainer.models.sharding import Share, named_tensors, sharding_of
-from trainer.preemption import STOP_FILE
-from trainer.role import Role
+from trainer.config.identity import to_plain
+from trainer.config.schema import Config
+from trainer.megatron import optimizer as optimizers
+from trainer.megatron.sharding import Share, named_tensors, sharding_of
+from trainer.roles.role import Role
 
 Roles = Mapping[str, Role]
 

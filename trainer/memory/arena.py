@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import torch
 
-from trainer.config import Config
+from trainer.config.schema import Config
 
 _ALIGNMENT_BYTES = 64
 _TOUCH_THREADS = 8

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import patches
 from patches.ddp_buffer_backup import buffer_owner
-from trainer.config import Config
+from trainer.config.schema import Config
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Families of Hugging Face models: their names, files and FLOPs, without megatron."""

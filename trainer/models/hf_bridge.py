@@ -1,12 +1,12 @@
 """Names, layouts and config of the same model in megatron-core and in transformers, both ways.
 
-A GPT of :func:`trainer.models.build.build_gpt` is a Llama (arXiv:2302.13971), with ``model.qkv_bias`` a Qwen2
+A GPT of :func:`trainer.megatron.build.build_gpt` is a Llama (arXiv:2302.13971), with ``model.qkv_bias`` a Qwen2
 (arXiv:2407.10671), with ``model.qk_norm`` a Qwen3 (arXiv:2505.09388). With ``model.num_experts`` it is a Mixtral
 (arXiv:2401.04088) or, with ``model.qk_norm`` too, a Qwen3-MoE. Megatron fuses three projections into ``linear_qkv``,
 grouped by key-value head, and two into ``linear_fc1``; Hugging Face files keep each apart. (transformers fuses the
 experts of a layer when it loads a file: :func:`views_by_file_name`.)
 
-Both ways deal in tensors of the whole model; :mod:`trainer.models.sharding` cuts and joins them. Simplified: language
+Both ways deal in tensors of the whole model; :mod:`trainer.megatron.sharding` cuts and joins them. Simplified: language
 models only. A critic's value head has Megatron's name of the vocabulary projection: leave it out, it has no
 counterpart.
 """
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from trainer.config import ModelConfig
-from trainer.hf_architecture import check_family, rope_parameters
-from trainer.models.build import DTYPES
+from trainer.config.hf_architecture import check_family, rope_parameters
+from trainer.config.schema import ModelConfig
+from trainer.models.dtypes import DTYPES
 
 _ROTARY_TABLE = "rotary_pos_emb.inv_freq"  # recomputed from rope_theta on either side
 
@@ -75,7 +75,7 @@ def hf_config(
 
 
 def to_hf(named: Iterable[tuple[str, Tensor]], *, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) pairs of :func:`trainer.models.sharding.whole_tensors` -> those of the transformers state dict.
+    """(name, tensor) pairs of :func:`trainer.megatron.sharding.whole_tensors` -> those of the transformers state dict.
 
     One tensor at a time; split tensors are new, all others the very ones given. Tied output weights come once, as
     the embedding.

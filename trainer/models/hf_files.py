@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
-from trainer.config import ModelConfig
-from trainer.files import naming
+from trainer.common.files import naming
+from trainer.config.schema import ModelConfig
 from trainer.models.hf_bridge import hf_config, to_hf
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def save_hf(
     """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load, and that ``model.path`` takes.
 
     Args:
-        named_tensors: of :func:`trainer.models.sharding.whole_tensors`, an actor's.
+        named_tensors: of :func:`trainer.megatron.sharding.whole_tensors`, an actor's.
         shard_bytes: of weights that are gathered in host memory before they are written to a file of their own.
 
     Raises:

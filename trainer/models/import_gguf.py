@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from trainer.files import UnwritableFile
-from trainer.hf_architecture import architecture_of
+from trainer.common.files import UnwritableFile
+from trainer.config.hf_architecture import architecture_of
 from trainer.models.hf_files import SHARD_BYTES, write_folder
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.config import GRAD_FLAG, PARAM_FLAG, Config, RoleConfig
+from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, Config, RoleConfig
 
 KINDS = ("param", "grad", "optim", "rest")
 NO_BUFFER = "-"  # keeper of a kind that does not exist in this run

@@ -22,16 +22,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from trainer import config as configuration
-from trainer.config import Config, Section
-from trainer.hints import hint_for
+from trainer.common.units import byte_unit
+from trainer.config import compose as configuration
+from trainer.config.hints import hint_for
+from trainer.config.pieces import make_task
+from trainer.config.schema import Config, Section
 from trainer.plan.fit import check_fits, fits
 from trainer.plan.footprint import Footprint, Holding, footprint
 from trainer.plan.role_bytes import model_parameters
 from trainer.report import Table
-from trainer.report.units import byte_unit
-from trainer.rules import make_task
-from trainer.tokenizer import vocab_size_of
+from trainer.tasks.tokenizer import vocab_size_of
 
 
 @dataclass

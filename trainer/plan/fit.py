@@ -8,8 +8,8 @@ from importlib import resources
 
 import yaml
 
-from trainer import rules
-from trainer.config import GRAD_FLAG, PARAM_FLAG, Config, RestoreConfig
+from trainer.config import rules
+from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, Config, RestoreConfig
 from trainer.plan.footprint import Footprint, footprint
 from trainer.plan.role_bytes import ranks_that_share_tags
 

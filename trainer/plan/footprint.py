@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.plan import NO_BUFFER, Plan, PlanRow, make_plan
 from trainer.plan.layout import ALIGNMENT_BYTES, WHOLE, parameters, rotary_table_bytes, round_up
 from trainer.plan.role_bytes import RoleBytes, ranks_that_share_tags, role_bytes

@@ -1,8 +1,9 @@
 """Where parameters lie: their shapes, Megatron's DDP buffers and the optimizer's shards, from the config alone.
 
-Pure arithmetic that mirrors three builders, which the tests compare it with byte by byte: ``trainer.models.build``
-(shapes), megatron-core's ``_ParamAndGradBuffer`` (padding, buckets; 0.15 to 0.19) and ``trainer.optimizer`` (the flat
-state of a rank). A rank's part of the model is that of its pipeline stage; tensor-parallel ranks have equal parts.
+Pure arithmetic that mirrors three builders, which the tests compare it with byte by byte: ``trainer.megatron.build``
+(shapes), megatron-core's ``_ParamAndGradBuffer`` (padding, buckets; 0.15 to 0.19) and ``trainer.megatron.optimizer``
+(the flat state of a rank). A rank's part of the model is that of its pipeline
+stage; tensor-parallel ranks have equal parts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from trainer.config import DdpConfig, ModelConfig, ParallelConfig
+from trainer.config.schema import DdpConfig, ModelConfig, ParallelConfig
 
 ITEM_BYTES = {"bf16": 2, "fp32": 4}
 ALIGNMENT_BYTES = 64  # of every tensor in an arena and every view in the flat optimizer state

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.plan.layout import (
     ITEM_BYTES,
     WHOLE,

@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
+from trainer.common.units import leaves
 from trainer.report.memory import Sample, host_bytes_by_owner, last_sleeps, median_seconds, timeline
 from trainer.report.progress import step_seconds
 from trainer.report.records import BENCH_FILE, CONFIG_FILE, MEMORY_FILE, METRICS_FILE, RESULT_FILE, Record, read_records
-from trainer.report.units import leaves
 
 
 @dataclass(kw_only=True)

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from trainer.common.units import byte_unit, format_bytes
 from trainer.report.compare import Run
 from trainer.report.compare_groups import Group, alike, joined_label, ledger, pareto_front
 from trainer.report.drawing import (
@@ -28,7 +29,6 @@ from trainer.report.drawing import (
     step_axis,
 )
 from trainer.report.memory import OWNERS, Sample
-from trainer.report.units import byte_unit, format_bytes
 
 _COLORS = (BLUE, ORANGE, GREEN, PURPLE, "#56B4E9", "#B8860B", "#332288", "#222222")
 _LINES, _MARKERS = ("-", (0, (5, 2)), (0, (1.5, 1.5))), "os^DvPX"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.common.units import format_setting
 from trainer.report.compare import Run
-from trainer.report.units import format_setting
 
 _SEEDS = ("seed", "task.seed", "algo.shuffle_seed")
 

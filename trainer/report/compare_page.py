@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from trainer.common.units import byte_unit, format_setting
 from trainer.report.compare import Run, read_runs
 from trainer.report.compare_groups import (
     Group,
@@ -20,7 +21,6 @@ from trainer.report.compare_groups import (
 )
 from trainer.report.memory import OWNERS
 from trainer.report.tables import UNKNOWN, Table, text
-from trainer.report.units import byte_unit, format_setting
 
 PAGE_FILE, MARKDOWN_FILE, CSV_FILE = "comparison.html", "comparison.md", "comparison.csv"
 _STYLE = """

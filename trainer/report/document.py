@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.files import write_whole
+from trainer.common.files import write_whole
+from trainer.common.units import format_setting, leaves
 from trainer.report.records import MEMORY_FILE, METRICS_FILE, Record, read_records
 from trainer.report.tables import final_tables, plan_table
-from trainer.report.units import format_setting, leaves
 
 REPORT_FILE = "report.md"
 TRAINING_FIGURE = "training.png"

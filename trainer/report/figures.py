@@ -9,7 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from trainer.files import write_whole
+from trainer.common.files import write_whole
+from trainer.common.units import byte_unit, time_unit
 from trainer.report.drawing import (
     BLUE,
     GREEN,
@@ -26,7 +27,6 @@ from trainer.report.drawing import (
 )
 from trainer.report.memory import Sample, timeline
 from trainer.report.records import Record
-from trainer.report.units import byte_unit, time_unit
 
 _PHASE_COLORS = (
     *("#88CCEE", "#DDCC77", "#44AA99", "#CC6677", "#999933"),

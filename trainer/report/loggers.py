@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from trainer.config import LoggerConfig
+from trainer.config.schema import LoggerConfig
 from trainer.report.records import Record
 
 KINDS = ("none", "tensorboard", "wandb")

@@ -12,8 +12,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
+from trainer.common.units import format_bytes, format_count
 from trainer.report.records import Record
-from trainer.report.units import format_bytes, format_count
 
 _LATEST_STEPS = 8
 _PLAIN_WARM_UP_LINES = 10

@@ -4,7 +4,7 @@
     step, reward, kl, entropy, {actor,critic}/{loss,grad_norm,clip_fraction}, critic/explained_variance,
     response_length, truncated_fraction, seconds/<phase>, host_rss_bytes, asleep_{released,backup}_bytes,
     tokens_per_second/{<phase>,step}, tokens_per_second_per_rank/step and, where the device's peak is known,
-    mfu/{<phase>,step} (trainer/throughput.py); nothing of a critic where there is none;
+    mfu/{<phase>,step} (trainer/measure/throughput.py); nothing of a critic where there is none;
     step 0 also parameters/<role> (how many parameters the bytes of memory.jsonl belong to);
     the first, the last and those that algo.evaluate_every or checkpoint.keep_best asks for also heldout_accuracy;
     the last weights_sha256/<role>.
@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from trainer.files import naming, write_whole
+from trainer.common.files import naming, write_whole
 
 Record = Mapping[str, Any]
 

@@ -8,10 +8,10 @@ from html import escape
 from rich import box
 from rich import table as rich_table
 
+from trainer.common.units import byte_unit, format_count
 from trainer.report.memory import LedgerLine, last_sleeps, ledger, median_seconds
 from trainer.report.progress import step_seconds
 from trainer.report.records import Record
-from trainer.report.units import byte_unit, format_count
 
 UNKNOWN = "-"
 _WIDEST_UNWRAPPED = 14
@@ -200,7 +200,7 @@ def sleep_table(memory: Sequence[Record], *, parameters: Record) -> Table:
 
 def phase_table(metrics: Sequence[Record]) -> Table:
     """Seconds per phase of the PPO steps; the share is that of all phases together. Tokens per second (all ranks) and
-    MFU, columns that are there if any step has them, are means over the time; see `trainer.throughput`."""
+    MFU, columns that are there if any step has them, are means over the time; see `trainer.measure.throughput`."""
     seconds: dict[str, list[float]] = {}
     steps = [record for record in metrics if record["step"] > 0]
     for record in steps:

@@ -1,0 +1,1 @@
+"""Engines that draw responses from the actor's weights, behind one protocol."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.initialization import no_init_weights
 
-from trainer.config import ModelConfig, RolloutConfig
+from trainer.config.schema import ModelConfig, RolloutConfig
 from trainer.memory.saver import RegionBytes, Saver
 from trainer.models.hf_bridge import check_names, hf_config, views_by_file_name
 from trainer.rollout.base import Responses

@@ -1,0 +1,131 @@
+"""What Hydra calls for every job, in whichever process its launcher has chosen: check, plan, launch, show the result.
+
+The function lies in a module of its own so that launchers which pickle it (joblib, submitit, Ray) find it by name. The
+process never imports megatron nor touches a GPU, so every job of a sweep starts clean.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+from trainer.checkpoint import folder as checkpoints
+from trainer.command import jobs
+from trainer.command.attempts import exit_if_asked, launch_attempts
+from trainer.command.launch import WorkerError
+from trainer.command.nodes import Nodes, find_nodes
+from trainer.common.files import UnwritableFile
+from trainer.config import compose as configuration
+from trainer.config import objectives
+from trainer.config.hints import hint_for
+from trainer.config.identity import config_hash
+from trainer.config.pieces import make_task
+from trainer.config.schema import Config
+from trainer.plan.fit import check_fits
+from trainer.plan.footprint import footprint, plan_rows
+from trainer.report import MEMORY_FILE, METRICS_FILE, REPORT_FILE, final_tables, plan_table, read_records
+from trainer.tasks.tokenizer import vocab_size_of
+
+
+class JobError(RuntimeError):
+    """A job of a sweep failed; one string, so that every launcher can pickle it."""
+
+
+def hydra_job(composed: DictConfig) -> float | tuple[float, ...]:
+    """Run one composed job and return its objective, or several, to the sweeper.
+
+    Raises:
+        JobError: it failed, in a sweep; the other jobs still run.
+        SystemExit: it failed, in a single run; or a signal ended it, which ends a sweep too.
+    """
+    configuration.register()  # in a launcher's process nobody has
+    settings = HydraConfig.get()
+    os.chdir(settings.runtime.cwd)  # relative paths start where the command runs, whatever hydra.job.chdir says
+    directory, in_sweep = Path(settings.runtime.output_dir), settings.mode == RunMode.MULTIRUN
+    with ExitStack() as stack:
+        if in_sweep and jobs.SweepDirectory.path is None:  # a launcher's process: others write to the terminal too
+            stack.enter_context(jobs.own_output(directory))
+        try:
+            config = configuration.to_config(composed)
+            results = run_job(config, directory, Console())
+            return objectives.values(results, names=config.objective)
+        except (ValueError, ImportError, OmegaConfBaseException, WorkerError, UnwritableFile) as error:
+            message = _message(error)
+        print(f"error: {message}", file=sys.stderr)
+        jobs.write_failure(directory, message)
+    if in_sweep:
+        raise JobError(f"the job in {directory} failed: {message.splitlines()[0]}")
+    sys.exit(1)
+
+
+def _message(error: Exception) -> str:
+    text, hint = str(error), hint_for(error)
+    if isinstance(error, OmegaConfBaseException):  # the other lines are omegaconf's types
+        text = f"{error.full_key}: {text.splitlines()[0]}"
+    return f"{text}\nhint: {hint}" if hint else text
+
+
+def run_job(config: Config, directory: Path, console: Console) -> Mapping[str, float]:
+    """Launch one validated job, or find its result, and return all that can be an objective."""
+    nodes = find_nodes(config.launch, os.environ)
+    _check_devices(config)
+    vocab_size = vocab_size_of(config.tokenizer.path, task=make_task(config), vocab_size=config.largest_vocab_size)
+    check_fits(config, vocab_size=vocab_size)
+    with jobs.held(directory) if nodes.rank == 0 else nullcontext():
+        return _run_held(config, directory, console, nodes=nodes, vocab_size=vocab_size)
+
+
+def _run_held(
+    config: Config, directory: Path, console: Console, *, nodes: Nodes, vocab_size: int
+) -> Mapping[str, float]:
+    # Only node 0 judges what the folder holds: by then it may have written its own config there.
+    earlier = jobs.finished(directory, config) if nodes.rank == 0 else jobs.read_result(directory)
+    if earlier is not None:
+        console.print(f"finished already: {directory}", soft_wrap=True)
+        return earlier
+    checkpoint = None  # of which other nodes learn from node 0
+    if nodes.rank == 0:
+        checkpoint = checkpoints.starting_point(config, directory)
+        jobs.claim(directory, config, checkpoint)
+    plan = plan_rows(footprint(config, vocab_size=vocab_size))
+    _announce(config, nodes, console, plan=plan, checkpoint=checkpoint)
+    record = launch_attempts(config, directory, checkpoint=checkpoint, nodes=nodes, say=console.print)
+    if nodes.rank > 0:
+        return objectives.of_record(record)
+    metrics, memory = read_records(directory / METRICS_FILE), read_records(directory / MEMORY_FILE)
+    for table in final_tables(metrics, memory, plan=plan):
+        console.print(table)
+    if (directory / REPORT_FILE).exists():  # a worker that could not write it has said so
+        console.print(f"report: {directory / REPORT_FILE}", soft_wrap=True)
+    results = objectives.of_record(record)
+    jobs.write_result(directory, results)
+    exit_if_asked(directory)
+    return results
+
+
+def _announce(config: Config, nodes: Nodes, console: Console, *, plan: Any, checkpoint: Path | None) -> None:
+    platform = "cpu (stand-in for CUDA)" if config.platform.name == "cpu" else config.platform.name
+    where = f" on node {nodes.rank} of {nodes.count}" if nodes.count > 1 else ""
+    console.print(f"platform: {platform}   workers: {config.launch.nproc}{where}   config: {config_hash(config)}")
+    if checkpoint is not None:
+        console.print(f"goes on from {checkpoint}", soft_wrap=True)
+    console.print(plan_table(plan))
+
+
+def _check_devices(config: Config) -> None:
+    if config.platform.name == "cuda" and torch.cuda.device_count() < config.launch.nproc:
+        raise ValueError(
+            f"launch.nproc={config.launch.nproc} with platform=cuda needs a GPU for each worker, and "
+            f"{torch.cuda.device_count()} are visible: use fewer workers, or platform=cpu"
+        )

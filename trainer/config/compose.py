@@ -1,0 +1,135 @@
+"""The border between Hydra and Torpor: YAML in, typed immutable sections out.
+
+Everything else works with the dataclasses of :mod:`trainer.config.schema` and never sees omegaconf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pkgutil
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from trainer.algo.estimators import AdvantageEstimator
+from trainer.config import objectives, rules
+from trainer.config.hf_architecture import architecture_of
+from trainer.config.rules.model import default_attention_backend
+from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, Config
+from trainer.tasks import Task
+
+
+def register() -> None:
+    """Give Hydra the schema and the resolvers that ``conf/`` uses. Safe to call again."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    for name, resolver in {
+        "no_backup": lambda offload, source: bool(offload) and source != "saver",
+        "detect_platform": _detect_platform,
+        "checkpoint": lambda path, field: architecture_of(path)[field],
+        "attention_backend": default_attention_backend,
+        "equal": lambda left, right: left == right,
+        "directions": lambda objective: [objectives.DIRECTIONS.get(x) for x in objective],
+        "threads_per_worker": lambda nproc: max(1, _usable_cores() // max(1, int(nproc))),
+    }.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _detect_platform() -> str:
+    """``cuda`` where the driver shows a device, else ``cpu``; torch asks the driver's library, without a context."""
+    return "cuda" if torch.cuda.device_count() > 0 else "cpu"
+
+
+def to_config(composed: DictConfig) -> Config:
+    """Turn a composed Hydra config into a validated :class:`Config`.
+
+    The composed node is merged into the schema once more, because ``+key`` and ``++key`` overrides bypass it.
+
+    Raises:
+        omegaconf.errors.OmegaConfBaseException: an unknown key or a value of the wrong type.
+        ValueError: a rule of :mod:`trainer.config.rules` is broken; names the values and the override to change.
+    """
+    _check_whole_roles(composed)
+    _check_model_folders(composed)
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        examples = " ".join(f"{key}=..." for key in missing)
+        raise ValueError(f"no value given for {', '.join(missing)}: add {examples} to the command")
+    values = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(values, dict)
+    values["task"] = _typed_piece("task", values["task"], base=Task)
+    values["advantages"] = _typed_piece("advantages", values["advantages"], base=AdvantageEstimator)
+    typed = OmegaConf.merge(OmegaConf.structured(Config), values)
+    explicit = frozenset(_explicit_flags(composed))
+    config = OmegaConf.to_object(typed)
+    assert isinstance(config, Config)
+    rules.check(config, explicit_flags=explicit)
+    return config
+
+
+def _check_whole_roles(composed: DictConfig) -> None:
+    """A role comes from three groups; with only some of them, omegaconf's errors would speak of missing values."""
+    for role in composed.roles:
+        groups = {"role": "ddp", "model": "model", "optimizer": "optimizer"}
+        whole = f"role@roles.{role}={role} model@roles.{role}.model=shared optimizer@roles.{role}.optimizer=shared"
+        missing = [group for group, key in groups.items() if _is_empty(composed.roles[role], key)]
+        if missing:
+            raise ValueError(
+                f"roles.{role} has nothing from the group {' and '.join(missing)}: a role needs {whole}. An algorithm "
+                "without a critic (algo=grpo, rloo or reinforce_pp) leaves all three of it out"
+            )
+
+
+def _is_empty(role: DictConfig, key: str) -> bool:
+    """Whether all values of a role's section are still missing."""
+    return OmegaConf.is_missing(role, key) or all(OmegaConf.is_missing(role[key], name) for name in role[key])
+
+
+def _check_model_folders(composed: DictConfig) -> None:
+    """First of all, since else omegaconf's error about an interpolation hides what is wrong with the folder."""
+    models = {"model": composed.model, **{f"roles.{role}.model": node.model for role, node in composed.roles.items()}}
+    for name, model in models.items():
+        if OmegaConf.is_missing(model, "path"):
+            raise ValueError(f"no value given for {name}.path: add {name}.path=... to the command, a model folder")
+        if model.path is not None:
+            architecture_of(model.path)
+
+
+def _typed_piece(section: str, given: dict[str, Any], *, base: type) -> dict[str, Any]:
+    """Merge ``given`` into the dataclass that its ``_target_`` names, so that its values have types too."""
+    values = dict(given)
+    target = values.pop("_target_", None)
+    if not isinstance(target, str):
+        raise ValueError(f"{section} has no _target_: name its class with {section}._target_=package.module.Class")
+    try:
+        piece = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{section}._target_={target} cannot be imported: {error}") from error
+    if not (isinstance(piece, type) and issubclass(piece, base) and dataclasses.is_dataclass(piece)):
+        public = "trainer.tasks.Task" if base is Task else f"{base.__module__}.{base.__name__}"
+        raise ValueError(f"{section}._target_={target} is no dataclass derived from {public}")
+    known = [field.name for field in dataclasses.fields(piece)]
+    for key in values:
+        if key not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise ValueError(f"{section}.{key} is not a setting of {target}; {takes}")
+    schema = OmegaConf.create({section: OmegaConf.structured(piece)})  # nested, so that errors say section.<key>
+    OmegaConf.set_readonly(schema[section], False)  # which it is for a frozen dataclass
+    typed = OmegaConf.to_container(OmegaConf.merge(schema, {section: values}), throw_on_missing=True)
+    assert isinstance(typed, dict)
+    return {"_target_": target, **typed[section]}
+
+
+def _explicit_flags(composed: DictConfig) -> Iterable[tuple[str, str]]:
+    """The (role, flag) pairs whose node is no interpolation any more: the user set them."""
+    for role, node in composed.roles.items():
+        for flag in (PARAM_FLAG, GRAD_FLAG):
+            if not OmegaConf.is_interpolation(node.ddp, flag):
+                yield str(role), flag

@@ -1,0 +1,30 @@
+"""Which settings make a run what it is: its plain values, those that decide what it computes, and their hash."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+from trainer.config.schema import Config
+
+_HARMLESS_LAUNCH_KEYS = ("node_rank", "rdzv_endpoint", "max_restarts", "host_memory_gib", "gpu_memory_gib")
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """Nested plain dicts of every resolved value, in field order; what ``config_hash`` hashes and runs record."""
+    return dataclasses.asdict(config)
+
+
+def decisive(settings: dict[str, Any]) -> dict[str, Any]:
+    """``to_plain``'s settings without those that do not change what the job computes: where its nodes meet, how often
+    it is restarted, what the machine has, what is optimised of it."""
+    launch = {key: value for key, value in settings["launch"].items() if key not in _HARMLESS_LAUNCH_KEYS}
+    return {key: value for key, value in settings.items() if key != "objective"} | {"launch": launch}
+
+
+def config_hash(config: Config) -> str:
+    """First 16 hex digits of the SHA-256 of what decides: equal hashes mean equal runs on one machine."""
+    text = json.dumps(decisive(to_plain(config)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

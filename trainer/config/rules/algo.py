@@ -1,0 +1,102 @@
+"""Which roles an algorithm has, and which of its settings mean something together."""
+
+from __future__ import annotations
+
+from trainer.config.pieces import make_estimator
+from trainer.config.schema import Config
+
+WITHOUT_CRITIC = "algo=grpo, algo=rloo or algo=reinforce_pp"
+_ROLE_GROUPS = ("role@roles.{0}", "model@roles.{0}.model", "optimizer@roles.{0}.optimizer")
+
+
+def check_estimator(config: Config) -> None:
+    make_estimator(config).validate()
+
+
+def check_roles(config: Config) -> None:
+    estimator = make_estimator(config)
+    unknown = sorted(set(config.roles) - {"actor", "critic"})
+    if unknown or "actor" not in config.roles:
+        raise ValueError(
+            f"roles are {', '.join(config.roles) or 'empty'}: they are roles.actor and, for some algorithms, "
+            "roles.critic (role@roles.actor=actor role@roles.critic=critic)"
+        )
+    has_critic, name = "critic" in config.roles, config.advantages["_target_"]
+    if estimator.needs_critic and not has_critic:
+        raise ValueError(
+            f"advantages._target_={name} needs a critic, and roles has none: use algo=ppo, whose roles.critic comes "
+            f"from role@roles.critic=critic, or advantages that need none ({WITHOUT_CRITIC})"
+        )
+    if has_critic and not estimator.needs_critic:
+        without = " ".join(f"'~{group.format('critic')}'" for group in _ROLE_GROUPS)
+        raise ValueError(
+            f"advantages._target_={name} needs no critic, but roles has one, which would sleep and train for nothing: "
+            f"use an algorithm without one ({WITHOUT_CRITIC}), or leave it out with {without}"
+        )
+
+
+def check_critic_settings(config: Config) -> None:
+    """Settings of the critic that would do nothing without one."""
+    if "critic" in config.roles:
+        return
+    algo = config.algo
+    for name, nothing in (("critic_warmup_steps", 0), ("value_clip", None)):
+        if getattr(algo, name) != nothing:
+            raise ValueError(
+                f"algo.{name}={getattr(algo, name)} means nothing without a critic: "
+                f"use algo.{name}={'null' if nothing is None else nothing}, or algo=ppo"
+            )
+    if algo.start_critic_from_actor:
+        raise ValueError(
+            "algo.start_critic_from_actor=true means nothing without a critic: use algo.start_critic_from_actor=null, "
+            "or algo=ppo"
+        )
+
+
+def check_critic_start(config: Config) -> None:
+    if config.critic_starts_from_actor and config.roles["actor"].model != config.roles["critic"].model:
+        raise ValueError(
+            "algo.start_critic_from_actor=true needs the same roles.actor.model and roles.critic.model: make them "
+            "equal, or use algo.start_critic_from_actor=null or false"
+        )
+
+
+def check_groups(config: Config) -> None:
+    given, smallest = config.algo.responses_per_prompt, make_estimator(config).smallest_group
+    if given < smallest:
+        raise ValueError(
+            f"algo.responses_per_prompt={given}: advantages._target_={config.advantages['_target_']} compares the "
+            f"responses to one question, at least {smallest}. Use algo.responses_per_prompt={smallest} or more"
+        )
+
+
+def check_clip_and_kl(config: Config) -> None:
+    algo, kl = config.algo, config.algo.kl
+    if algo.dual_clip is not None and algo.dual_clip <= 1:
+        raise ValueError(f"algo.dual_clip={algo.dual_clip}: must be greater than 1, or null for no dual clip")
+    if kl.target is not None and kl.target <= 0:
+        raise ValueError(f"algo.kl.target={kl.target}: must be greater than 0, or null for a fixed algo.kl.coef")
+    if kl.placement == "loss" and kl.estimator == "k1":
+        raise ValueError(
+            "algo.kl.estimator=k1 with algo.kl.placement=loss: the expected gradient of k1 is zero (arXiv:2506.09477), "
+            "so this loss would do nothing. Use algo.kl.estimator=k2 or k3, or algo.kl.placement=reward"
+        )
+
+
+def check_schedules(config: Config) -> None:
+    """A wsd schedule says how long it decays, and that fits between the warm-up and the end."""
+    per_step = config.algo.epochs * config.algo.minibatches
+    for role, role_config in config.roles.items():
+        settings = role_config.optimizer
+        if settings.lr_schedule != "wsd":
+            continue
+        steps = config.algo.num_steps - (config.algo.critic_warmup_steps if role == "actor" else 0)
+        most = max(1, per_step * steps - settings.lr_warmup_steps)
+        if settings.lr_wsd_decay_steps is None or settings.lr_wsd_decay_steps > most:
+            given = "null" if settings.lr_wsd_decay_steps is None else settings.lr_wsd_decay_steps
+            raise ValueError(
+                f"roles.{role}.optimizer.lr_wsd_decay_steps={given} with lr_schedule=wsd: of {per_step * steps} "
+                f"optimizer steps ({steps} times algo.epochs * algo.minibatches = {per_step}) "
+                f"{settings.lr_warmup_steps} warm up. Use a number up to {most}, such as "
+                f"optimizer.lr_wsd_decay_steps={max(1, most // 5)}"
+            )

@@ -1,0 +1,115 @@
+"""What comes back from where after a sleep, and the flags that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from trainer.config.schema import Config, RestoreConfig
+
+ExplicitFlags = Collection[tuple[str, str]]  # (role, flag name)
+
+PARAM_SOURCES = ("saver", "backuper", "main_params")
+GRAD_SOURCES = ("saver", "none")
+OPTIM_KEEPERS = ("saver", "arena")
+
+
+def check_explicit_flags(config: Config, explicit_flags: ExplicitFlags) -> None:
+    """A flag that the user set must be able to mean something."""
+    for role, flag in explicit_flags:
+        ddp = config.roles[role].ddp
+        if not getattr(ddp, flag):
+            continue
+        if not config.offload.train:
+            raise ValueError(
+                f"roles.{role}.ddp.{flag}=true with offload=none: nothing sleeps, so there is no backup to "
+                "disable. Use offload=train, or leave the flag out"
+            )
+        if "param" in flag and not ddp.use_distributed_optimizer:
+            raise ValueError(
+                f"roles.{role}.ddp.{flag}=true needs roles.{role}.ddp.use_distributed_optimizer=true: only the "
+                "distributed optimizer has a parameter buffer"
+            )
+
+
+def check_nccl_ub(config: Config) -> None:
+    for role, role_config in config.roles.items():
+        ddp = role_config.ddp
+        flagged = ddp.disable_grad_buffers_cpu_backup or ddp.disable_param_buffers_cpu_backup
+        if ddp.nccl_ub and (flagged or config.offload.train):
+            raise ValueError(
+                f"roles.{role}.ddp.nccl_ub=true does not go with sleeping buffers: NCCL's user buffers come from "
+                "its own allocator, which torch_memory_saver cannot pause. Use offload=none, or "
+                f"roles.{role}.ddp.nccl_ub=false"
+            )
+
+
+def check_destroy_process_groups(config: Config) -> None:
+    if config.offload.destroy_process_groups and not config.offload.train:
+        raise ValueError(
+            "offload.destroy_process_groups=true with offload=none: communicators are destroyed while everything "
+            "sleeps, and nothing does. Use offload=train, or offload.destroy_process_groups=false"
+        )
+
+
+def _restore(config: Config, role: str) -> RestoreConfig:
+    return getattr(config.memory, role)
+
+
+def check_restore_sources(config: Config) -> None:
+    for role in config.roles:
+        restore = _restore(config, role)
+        for field, allowed in (
+            ("restore_params_from", PARAM_SOURCES),
+            ("restore_grads_from", GRAD_SOURCES),
+            ("optim_keeper", OPTIM_KEEPERS),
+        ):
+            value = getattr(restore, field)
+            if value not in allowed:
+                raise ValueError(f"memory.{role}.{field}={value}: must be one of {', '.join(allowed)}")
+        if role != "actor" and restore.restore_params_from == "backuper":
+            raise ValueError(
+                f"memory.{role}.restore_params_from=backuper: only the actor has a weights backuper. Use "
+                f"memory.{role}.restore_params_from=saver (as memory=lean does) or =main_params (memory=rebuild)"
+            )
+
+
+def check_flags_against_sources(config: Config) -> None:
+    """A set flag drops the saver's copy, so the buffer must come back from somewhere else."""
+    if not config.offload.train:
+        return
+    for role, role_config in config.roles.items():
+        restore = _restore(config, role)
+        params_policy = "memory=lean or memory=rebuild" if role == "actor" else "memory=rebuild"
+        for kind, flag, source, policy in (
+            ("param", "disable_param_buffers_cpu_backup", restore.restore_params_from, params_policy),
+            ("grad", "disable_grad_buffers_cpu_backup", restore.restore_grads_from, "memory=no_grads"),
+        ):
+            applies = kind == "grad" or role_config.ddp.use_distributed_optimizer
+            if applies and getattr(role_config.ddp, flag) and source == "saver":
+                raise ValueError(
+                    f"roles.{role}.ddp.{flag}=true but memory.{role}.restore_{kind}s_from=saver: the {role} would "
+                    f"wake up with garbage, since the saver keeps no copy. What drops it safely: {policy}"
+                )
+
+
+def check_main_params_source(config: Config) -> None:
+    for role, role_config in config.roles.items():
+        if not config.offload.train or _restore(config, role).restore_params_from != "main_params":
+            continue
+        if not role_config.ddp.use_distributed_optimizer:
+            raise ValueError(
+                f"memory.{role}.restore_params_from=main_params needs "
+                f"roles.{role}.ddp.use_distributed_optimizer=true: only the distributed optimizer has a parameter "
+                "buffer, which is dropped and filled again from the fp32 main params; without it the parameters sleep "
+                "among tensors that nothing rebuilds. Use it, or another policy (memory=lean)"
+            )
+
+
+def check_tags(config: Config) -> None:
+    """Shares of a weights tag are those of a parameter buffer, which only the distributed optimizer has."""
+    if config.memory.tags == "sharded" and not config.roles["actor"].ddp.use_distributed_optimizer:
+        raise ValueError(
+            "memory.tags=sharded with roles.actor.ddp.use_distributed_optimizer=false: ranks share the parameter "
+            "buffer, which only the distributed optimizer has. Use roles.actor.ddp.use_distributed_optimizer=true, or "
+            "memory.tags=full"
+        )

@@ -1,0 +1,96 @@
+"""The architecture of a role: shapes that go together, checkpoints, experts, core attention."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from importlib.util import find_spec
+
+from trainer.config.hf_architecture import FIXED, architecture_of, check_family
+from trainer.config.rules.limits import model_key, next_multiple
+from trainer.config.schema import Config
+
+
+def check_model_shapes(config: Config) -> None:
+    for role, role_config in config.roles.items():
+        model, name = role_config.model, f"roles.{role}.model"
+        if model.head_size is not None and model.head_size % 2:
+            raise ValueError(
+                f"{name}.head_size={model.head_size} is odd, and rotary positions turn pairs: use "
+                f"{model_key(config, role, 'head_size')}={model.head_size + 1}, or null for hidden_size / heads"
+            )
+        if model.head_size is None and model.hidden_size % (2 * model.heads):
+            raise ValueError(
+                f"{name}.hidden_size={model.hidden_size} is no multiple of 2 * {name}.heads = 2 * {model.heads} "
+                f"(rotary positions turn pairs): use "
+                f"{model_key(config, role, 'hidden_size')}={next_multiple(model.hidden_size, 2 * model.heads)}"
+            )
+        if model.heads % model.kv_heads:
+            fits = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
+            raise ValueError(
+                f"{name}.heads={model.heads} is no multiple of {name}.kv_heads={model.kv_heads}: "
+                f"use {model_key(config, role, 'kv_heads')}={' or '.join(map(str, fits))}"
+            )
+
+
+def check_checkpoints(config: Config) -> None:
+    """A role that starts from a Hugging Face folder has the folder's architecture."""
+    for role, role_config in config.roles.items():
+        model, name = role_config.model, f"roles.{role}.model"
+        if model.path is None:
+            continue
+        architecture, given = architecture_of(model.path), asdict(model)
+        for field in FIXED:
+            if given[field] != architecture[field]:
+                raise ValueError(
+                    f"{name}.{field}={given[field]}, but the checkpoint in {name}.path={model.path} has {field}="
+                    f"{architecture[field]}: leave it to the checkpoint (model=hf, or model@{name}=hf for one role), "
+                    "or choose a model with random weights (model=tiny)"
+                )
+        if model.max_length > architecture["max_length"]:
+            raise ValueError(
+                f"{name}.max_length={model.max_length} is more than the {architecture['max_length']} tokens that the "
+                f"checkpoint in {name}.path={model.path} was made for: use at most "
+                f"{model_key(config, role, 'max_length')}={architecture['max_length']}"
+            )
+
+
+def check_experts(config: Config) -> None:
+    """A mixture of experts has enough of them, and the rollout engine can compute the actor's."""
+    for role, role_config in config.roles.items():
+        model, name = role_config.model, f"roles.{role}.model"
+        if model.num_experts is None:
+            continue
+        chosen = model.num_experts_per_tok
+        if chosen is None or chosen > model.num_experts:
+            raise ValueError(
+                f"{name}.num_experts={model.num_experts} with {name}.num_experts_per_tok="
+                f"{'null' if chosen is None else chosen}: give 1 to {model.num_experts} experts per token, "
+                "model.num_experts_per_tok=2 for example"
+            )
+    check_family(config.roles["actor"].model)
+
+
+def default_attention_backend(platform: str) -> str:
+    """``te`` where Transformer Engine is installed and there are GPUs to run it, else ``sdpa``."""
+    return "te" if platform == "cuda" and _has_transformer_engine() else "sdpa"
+
+
+def _has_transformer_engine() -> bool:
+    return find_spec("transformer_engine") is not None
+
+
+def check_attention_backend(config: Config) -> None:
+    for role, role_config in config.roles.items():
+        if role_config.model.attention_backend != "te":
+            continue
+        setting = f"roles.{role}.model.attention_backend=te"
+        if config.platform.name != "cuda":
+            raise ValueError(
+                f"{setting} with platform.name={config.platform.name}: Transformer Engine needs a GPU. Use "
+                "model.attention_backend=sdpa, or leave it out"
+            )
+        if not _has_transformer_engine():
+            raise ValueError(
+                f"{setting}, but Transformer Engine is not installed: pip install 'transformer-engine[pytorch]', use "
+                "model.attention_backend=sdpa, or leave it out"
+            )

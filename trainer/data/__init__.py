@@ -1,0 +1,1 @@
+"""Which examples go into which step on which rank, and their tokens."""

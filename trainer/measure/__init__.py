@@ -1,0 +1,1 @@
+"""What is measured of a running step: phases and their memory, rates, metrics, traces."""

@@ -1,0 +1,1 @@
+"""Everything that knows megatron-core: process groups, layers, building, sharding, optimizer."""

@@ -1,0 +1,113 @@
+"""Collectives over the parallel groups.
+
+Ranks that hold one model together (tensor and pipeline parallel) work on the same sequences; data-parallel ranks on
+different ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import distributed
+
+
+def data_parallel_group() -> distributed.ProcessGroup:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group()  # type: ignore[return-value]
+
+
+def data_parallel_rank() -> int:
+    return data_parallel_group().rank()
+
+
+def data_parallel_size() -> int:
+    return data_parallel_group().size()
+
+
+def tensor_parallel_group() -> distributed.ProcessGroup:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()  # type: ignore[return-value]
+
+
+def pipeline_group() -> distributed.ProcessGroup:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_group()  # type: ignore[return-value]
+
+
+def pipeline_rank() -> int:
+    return pipeline_group().rank()
+
+
+def is_last_stage() -> bool:
+    """Whether this rank's pipeline stage is the one that computes outputs and losses."""
+    return pipeline_rank() == pipeline_group().size() - 1
+
+
+def model_parallel_rank() -> int:
+    """Of the ranks that hold one model together, which one this is: tensor-parallel neighbours follow each other."""
+    group = tensor_parallel_group()
+    return pipeline_rank() * group.size() + group.rank()
+
+
+def from_stage(stage: int, value: Any) -> Any:
+    """What the ranks of pipeline stage ``stage`` pass (pickled). Collective over the pipeline group."""
+    return _broadcast(value, pipeline_group(), source=stage)
+
+
+def from_last_stage(value: Any) -> Any:
+    """What the ranks of the last pipeline stage pass (pickled). Collective over the pipeline group."""
+    return from_stage(pipeline_group().size() - 1, value)
+
+
+def tensors_from_last_stage(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The tensors that the ranks of the last pipeline stage pass, on this rank's device."""
+    if pipeline_group().size() == 1:
+        return tensors
+    device = torch.cuda.current_device()
+    return tuple(tensor.to(device) for tensor in from_last_stage(tuple(tensor.cpu() for tensor in tensors)))
+
+
+def agreed(value: Any) -> Any:
+    """What the first of the ranks that hold one model together passes (pickled). Collective over these."""
+    from megatron.core import parallel_state
+
+    return _broadcast(value, parallel_state.get_model_parallel_group(), source=0)
+
+
+def _broadcast(value: Any, group: Any, *, source: int) -> Any:
+    if group.size() == 1:
+        return value
+    values = [value]
+    distributed.broadcast_object_list(values, group=group, group_src=source)
+    return values[0]
+
+
+def sum_over_ranks(values: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
+    """Sum scalars over the data-parallel ranks in float64. Collective; every rank passes the same keys."""
+    names = sorted(values)
+    device = torch.cuda.current_device()
+    sums = torch.stack([torch.as_tensor(values[name], dtype=torch.float64, device=device) for name in names])
+    if data_parallel_size() > 1:
+        distributed.all_reduce(sums, group=data_parallel_group())
+    return dict(zip(names, sums.tolist(), strict=True))
+
+
+def max_over_ranks(value: int) -> int:
+    """Largest ``value`` of the data-parallel ranks. Collective."""
+    largest = torch.tensor(value, device=torch.cuda.current_device())
+    if data_parallel_size() > 1:
+        distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=data_parallel_group())
+    return int(largest)
+
+
+def combined_digest(digest: str) -> str:
+    """One SHA-256 over the digests of all ranks. Collective over the default group."""
+    digests: list[str] = [""] * distributed.get_world_size()
+    distributed.all_gather_object(digests, digest)
+    return hashlib.sha256("".join(digests).encode()).hexdigest()

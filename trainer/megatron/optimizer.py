@@ -1,0 +1,253 @@
+"""Megatron's optimizer and learning-rate schedule for one role, its state in one flat tensor.
+
+megatron-core makes main params and moments as many small tensors. torch_memory_saver copies whole allocator segments,
+dead blocks included, so right after the build all of them move into one exact-size tensor in the role's region.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from trainer.config.schema import RoleConfig
+from trainer.megatron.param_shards import gather_params
+from trainer.megatron.sharding import Share
+from trainer.models.dtypes import DTYPES
+
+_ALIGNMENT_ELEMENTS = 16  # 64 bytes of fp32: other offsets change the bits of CPU kernels
+_STATE_KEYS = ("exp_avg", "exp_avg_sq")
+
+
+def build_optimizer(
+    chunks: list[Any], role_config: RoleConfig, *, region: AbstractContextManager[None]
+) -> tuple[Any, OptimizerState]:
+    """Megatron's optimizer over ``chunks`` and its whole state in one flat tensor.
+
+    Args:
+        region: the flat tensor is allocated inside.
+    """
+    optimizer = megatron_optimizer(chunks, role_config)
+    return optimizer, _rehome(optimizer, chunks, region)
+
+
+def megatron_optimizer(chunks: list[Any], role_config: RoleConfig) -> Any:
+    """Megatron's optimizer over ``chunks`` as Megatron makes it, its state not in one place."""
+    settings = role_config.optimizer
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.lr * settings.min_lr_ratio,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            clip_grad=settings.clip_grad,
+            bf16=role_config.model.dtype == "bf16",
+            params_dtype=DTYPES[role_config.model.dtype],
+            use_distributed_optimizer=role_config.ddp.use_distributed_optimizer,
+            overlap_param_gather=role_config.ddp.overlap_param_gather,
+        ),
+        chunks,
+        use_gloo_process_groups=False,
+    )
+
+
+def build_scheduler(optimizer: Any, role_config: RoleConfig, *, total_steps: int) -> OptimizerParamScheduler:
+    """Megatron's schedule over ``total_steps`` optimizer steps: warm-up, then constant, linear or cosine decay, or a
+    decay in the last steps only (WSD, arXiv:2404.06395 section 4)."""
+    settings = role_config.optimizer
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.lr * settings.min_lr_ratio,
+        lr_warmup_steps=settings.lr_warmup_steps,
+        lr_decay_steps=max(total_steps, settings.lr_warmup_steps + 1),
+        lr_decay_style="WSD" if settings.lr_schedule == "wsd" else settings.lr_schedule,
+        wsd_decay_steps=settings.lr_wsd_decay_steps,
+        lr_wsd_decay_style=settings.lr_wsd_decay_style,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """The Megatron optimizers that hold state (dense, expert); stubs without parameters left out."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [inner for inner in chained if inner.optimizer is not None]
+
+
+def _optimized_params(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    for inner in inner_optimizers(optimizer):
+        for group in inner.optimizer.param_groups:
+            for param in group["params"]:
+                yield inner.optimizer, param
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """A role's main params and moments in one flat tensor, main params first.
+
+    Attributes:
+        flat: [n] fp32.
+        main_params: (main param, first element of its view in ``flat``).
+        main_size: elements of the leading part that holds main params.
+    """
+
+    flat: torch.Tensor
+    main_params: tuple[tuple[torch.Tensor, int], ...]
+    main_size: int
+
+    def share_in(self, flat: torch.Tensor, share: Share, *, weights: Mapping[str, torch.Tensor]) -> Share:
+        """``share`` with its tensors taken from ``flat`` [n], the state itself or a copy of it; a parameter that is its
+        own main param, and so not in the state, from ``weights``."""
+        storage = self.flat.untyped_storage().data_ptr()
+
+        def found(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.untyped_storage().data_ptr() != storage:
+                return weights[share.name].detach().view(-1)
+            start = tensor.storage_offset() - self.flat.storage_offset()
+            return flat[start : start + tensor.numel()]
+
+        return replace(share, tensors={kind: found(tensor) for kind, tensor in share.tensors.items()})
+
+    @contextmanager
+    def main_params_from(self, host_state: torch.Tensor) -> Iterator[None]:
+        """Let main params read from a copy of ``host_state`` [n] on the device, while ``flat`` itself sleeps."""
+        lent = host_state[: self.main_size].to(torch.cuda.current_device(), non_blocking=True)
+        own = [param.data for param, _ in self.main_params]
+        try:
+            for param, offset in self.main_params:
+                param.data = lent[offset : offset + param.numel()].view(param.shape)
+            yield
+        finally:
+            for (param, _), data in zip(self.main_params, own, strict=True):
+                param.data = data
+
+
+def _rehome(optimizer: Any, chunks: list[Any], region: AbstractContextManager[None]) -> OptimizerState:
+    """Move main params and moments into one flat tensor of the region; every view starts 64-byte aligned.
+
+    An fp32 parameter's main param is a view of its parameter buffer in Megatron; here it becomes a copy in the flat
+    tensor, so that parameters of every dtype can be rebuilt from main params. Without the distributed optimizer
+    such a parameter is its own main param and stays where it is.
+    """
+    model_params = {id(param) for chunk in chunks for param in chunk.parameters()}
+    optimized = list(_optimized_params(optimizer))
+    main_params = [param for _, param in optimized if id(param) not in model_params]
+    moments = [(inner.state[param], param, key) for key in _STATE_KEYS for inner, param in optimized]
+    offsets = [0, *itertools.accumulate(_aligned(param) for param in main_params)]
+    offsets += [offsets[-1] + size for size in itertools.accumulate(_aligned(param) for _, param, _ in moments)]
+    with region:
+        flat = torch.zeros(offsets[-1], dtype=torch.float32, device=torch.cuda.current_device())
+
+    def view_at(offset: int, param: torch.Tensor) -> torch.Tensor:
+        return flat[offset : offset + param.numel()].view(param.shape)
+
+    for param, offset in zip(main_params, offsets, strict=False):
+        view_at(offset, param).copy_(param.data)
+        param.data = view_at(offset, param)
+    for (state, param, key), offset in zip(moments, offsets[len(main_params) :], strict=False):
+        state[key] = view_at(offset, param)
+    return OptimizerState(flat, tuple(zip(main_params, offsets, strict=False)), offsets[len(main_params)])
+
+
+def _aligned(param: torch.Tensor) -> int:
+    return math.ceil(param.numel() / _ALIGNMENT_ELEMENTS) * _ALIGNMENT_ELEMENTS
+
+
+def copy_main_to_model_params(optimizer: Any, chunks: list[Any]) -> None:
+    """Rebuild the parameter buffers from the fp32 main params: cast this rank's shard, all-gather the rest.
+
+    Bit-identical to what the last step left, which did the same two things. Collective over the data-parallel group.
+    """
+    for inner in inner_optimizers(optimizer):
+        inner._copy_main_params_to_model_params()
+    gather_params(chunks)
+
+
+def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
+    """Set the learning rate of every group, outside of any schedule."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def step(optimizer: Any) -> tuple[bool, float]:
+    """Clip, step, and gather parameters. A gradient norm that is not finite skips the step.
+
+    Returns:
+        (whether the weights were updated, gradient norm before clipping).
+    """
+    optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(grad_norm):
+        return False, grad_norm
+    updated, _, _ = optimizer.step()
+    return bool(updated), grad_norm
+
+
+def learning_rate(optimizer: Any) -> float:
+    """The learning rate of the next step."""
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def shares(optimizer: Any, params: Mapping[str, torch.Tensor]) -> Iterator[Share]:
+    """The shares of all optimized ones among ``params`` (name -> model tensor): ``main`` (the fp32 main param),
+    ``exp_avg`` and ``exp_avg_sq``, views of the state itself.
+
+    The distributed optimizer's own ``model_param_group_index_map`` is of no use here: it names the wrong main param
+    where fp32 and bf16 parameters share a group, as in a critic with a value head in fp32.
+    """
+    names = {id(param): name for name, param in params.items()}
+    for inner in inner_optimizers(optimizer):
+        for param, main, start in _mains_of(inner):
+            state = inner.optimizer.state[main]
+            tensors = {"main": main.detach(), **{key: state[key] for key in _STATE_KEYS}}
+            yield Share(names[id(param)], start, {kind: tensor.view(-1) for kind, tensor in tensors.items()})
+
+
+def _mains_of(inner: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """(model param, main param, first element of it that the main param covers)."""
+    if hasattr(inner, "gbuf_ranges"):  # the distributed optimizer
+        for models, mains in (
+            (inner.model_float16_groups, inner.shard_fp32_from_float16_groups),
+            (inner.model_fp32_groups, inner.shard_fp32_groups),
+        ):
+            for param, main in zip(itertools.chain(*models), itertools.chain(*mains), strict=True):
+                covered = inner._get_model_param_range_map(param)["param"]
+                assert covered.size == main.numel(), (covered, main.shape)
+                yield param, main, covered.start
+    elif hasattr(inner, "float16_groups"):
+        for models, mains in (
+            (inner.float16_groups, inner.fp32_from_float16_groups),
+            (inner.fp32_from_fp32_groups, inner.fp32_from_fp32_groups),
+        ):
+            for param, main in zip(itertools.chain(*models), itertools.chain(*mains), strict=True):
+                yield param, main, 0
+    else:  # fp32 parameters are their own main params
+        for group in inner.optimizer.param_groups:
+            for param in group["params"]:
+                yield param, param, 0
+
+
+def step_count(optimizer: Any) -> int:
+    """Adam's step count, which all groups with parameters share."""
+    return max(int(group.get("step", 0)) for group in optimizer.param_groups)
+
+
+def set_step_count(optimizer: Any, count: int) -> None:
+    """Set Adam's step count of every group."""
+    for group in optimizer.param_groups:
+        group["step"] = count

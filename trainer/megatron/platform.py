@@ -1,0 +1,81 @@
+"""What a worker does once before anything else: patches, device, threads, process groups."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from datetime import timedelta
+
+import torch
+
+import patches
+from patches import reloadable_groups
+from trainer.config.schema import Config, ParallelConfig
+from trainer.megatron import node_settings
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+def set_up(config: Config) -> list[str]:
+    """Make this process a worker of its platform. Call it before megatron is imported anywhere else.
+
+    Returns:
+        One line per applied patch, for the log.
+    """
+    torch.set_num_threads(config.launch.threads_per_worker)
+    torch.autograd.set_detect_anomaly(config.diagnostics.detect_anomaly)
+    # megatron-core warns that Transformer Engine and Apex are absent and that GPTModel gets no new features.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    names = ["ddp_buffer_backup", "fused_adamw", "one_rank_groups", "reloadable_groups"]
+    if config.platform.name == "cpu":
+        names = ["cpu_platform", *names, "cpu_saver"]
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns that there is no CUDA runtime
+        # torch's flash kernel for CPUs takes 40 times longer than the plain one in bf16 backward passes.
+        torch.backends.cuda.enable_flash_sdp(False)
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.use_deterministic_algorithms(config.platform.deterministic)
+    return patches.apply(*names)
+
+
+def set_up_process_groups(config: Config) -> None:
+    """Default group and Megatron's groups; ranks and addresses come from the environment that the launcher set.
+
+    Raises:
+        ValueError: several nodes have different settings.
+    """
+    backend = "gloo" if config.platform.name == "cpu" else "nccl"
+    if config.offload.destroy_process_groups:
+        backend = reloadable_groups.register(backend)
+    meeting = {}
+    if config.launch.nnodes > 1:  # compared before a backend could wait for the others in vain
+        store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+        node_settings.require_same(config, store)
+        meeting = {"store": store, "rank": rank, "world_size": world_size}
+    # Without device_id NCCL makes communicators on first use; with it, one for each of Megatron's many groups at once.
+    torch.distributed.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **meeting)
+    set_up_parallel_groups(config.parallel)
+
+
+def set_up_parallel_groups(parallel: ParallelConfig) -> None:
+    """Megatron's groups, over the default group, in place of earlier ones."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,  # an expert lies whole on its rank
+        create_gloo_process_groups=False,
+    )
+
+
+def describe(config: Config) -> str:
+    """One line that says what this run computes on."""
+    if config.platform.name == "cpu":
+        return "cpu (stand-in for CUDA)"
+    return f"cuda ({torch.cuda.get_device_name()})"

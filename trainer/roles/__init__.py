@@ -1,0 +1,1 @@
+"""A role: model, optimizer and weights backuper, and how they sleep and wake up."""

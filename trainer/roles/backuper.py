@@ -1,0 +1,205 @@
+"""The weights backuper: named sets of a model's tensors in host memory, one exact-size arena per tag.
+
+Reinforcement learning needs several versions of one model's weights (actor, reference); one copy of each lies here
+and is switched into the model in place. The idea and the vocabulary (tags, ``source_getter``, ``single_tag``) are
+slime's TensorBackuper (https://github.com/THUDM/slime). With a layout that divides tensors over ranks, a rank's arenas
+hold its parts alone (``memory.tags=sharded``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from trainer.memory.arena import HostArena, HostArenas
+
+SourceGetter = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+class Layout(Protocol):
+    """Which part of every tensor this rank backs up; see :class:`trainer.megatron.param_shards.ParamShards`."""
+
+    def own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of this rank's part of ``tensor``."""
+        ...
+
+    def start(self, name: str) -> int:
+        """The first element of that part in the flattened tensor."""
+        ...
+
+    def complete(self) -> None:
+        """Fill the source tensors from what every rank has restored into its parts."""
+        ...
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The host tensor that every rank's ``part`` adds up to."""
+        ...
+
+
+class WholeTensors:
+    """The layout in which every rank keeps everything."""
+
+    def own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def start(self, name: str) -> int:
+        return 0
+
+    def complete(self) -> None:
+        pass
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+
+@dataclass(frozen=True)
+class LazyTensors(Mapping[str, torch.Tensor]):
+    """Tensors that ``read(name)`` gets when they are asked for."""
+
+    names: tuple[str, ...]
+    read: Callable[[str], torch.Tensor]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.names:
+            raise KeyError(name)
+        return self.read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+class TensorBackuper:
+    """Use :meth:`create`. Unknown tags are ValueErrors; a second backup of a tag reuses its memory."""
+
+    def __init__(self, source_getter: SourceGetter, *, arenas: HostArenas, layout: Layout) -> None:
+        self._source_getter, self._arenas, self._layout = source_getter, arenas, layout
+        self._tags: dict[str, tuple[HostArena, dict[str, torch.Tensor]]] = {}
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        source_getter: SourceGetter,
+        single_tag: str | None = None,
+        arenas: HostArenas | None = None,
+        layout: Layout | None = None,
+    ) -> TensorBackuper:
+        """A backuper of the tensors that ``source_getter()`` yields as (name, tensor), always in the same order.
+
+        Args:
+            single_tag: must be None. A backuper of a single tag would not keep what role switching needs.
+            arenas: makes the arena of each tag, ``weights/<tag>``; None: of ordinary memory.
+            layout: which part of the tensors this rank keeps; None: all of them.
+
+        Raises:
+            ValueError: ``single_tag`` is not None.
+        """
+        if single_tag is not None:
+            raise ValueError(
+                f"single_tag={single_tag!r}: the weights backuper keeps every tag, single_tag must be None"
+            )
+        return cls(source_getter, arenas=arenas or HostArenas(pinned=False), layout=layout or WholeTensors())
+
+    @property
+    def backup_tags(self) -> tuple[str, ...]:
+        """Tags that hold a backup, oldest first."""
+        return tuple(self._tags)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of all tags, in bytes."""
+        return sum(arena.size_bytes for arena, _ in self._tags.values())
+
+    def backup(self, tag: str) -> None:
+        """Copy the source tensors to host memory under ``tag``."""
+        sources = self._sources()
+        if tag not in self._tags:
+            self._tags[tag] = self._new_tag(tag, sources)
+        copies = self._copies(tag)
+        _check_same(sources, copies, tag)
+        for name, tensor in sources.items():
+            copies[name].copy_(tensor.detach(), non_blocking=True)
+        _synchronize()
+
+    def restore(self, tag: str) -> None:
+        """Copy what is saved under ``tag`` back into the source tensors, in place. Collective if ranks share it."""
+        copies, sources = self._copies(tag), self._sources()
+        _check_same(sources, copies, tag)
+        with torch.no_grad():
+            for name, tensor in sources.items():
+                tensor.copy_(copies[name], non_blocking=True)
+        self._layout.complete()
+        _synchronize()
+
+    def copy(self, *, src_tag: str, dst_tag: str) -> None:
+        """Make ``dst_tag`` (created if need be) hold what ``src_tag`` holds."""
+        copies = self._copies(src_tag)
+        if dst_tag not in self._tags:
+            self._tags[dst_tag] = self._new_tag(dst_tag, copies)
+        for name, tensor in self._copies(dst_tag).items():
+            tensor.copy_(copies[name])
+
+    def get(self, tag: str) -> Mapping[str, torch.Tensor]:
+        """Name -> whole host tensor of a tag: a view into its arena or, where ranks share it, gathered when it is asked
+        for. Then every rank of the data-parallel group must ask for the same names in the same order."""
+        copies = self._copies(tag)
+        return LazyTensors(tuple(copies), lambda name: self._layout.whole(name, copies[name]))
+
+    def parts(self, tag: str) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """(name, first element, what this rank keeps of the flattened tensor from there on) of every tensor of a tag,
+        views into its arena."""
+        for name, copy in self._copies(tag).items():
+            yield name, self._layout.start(name), copy.view(-1)
+
+    def _copies(self, tag: str) -> dict[str, torch.Tensor]:
+        """Name -> what this rank keeps of the tensor under ``tag``."""
+        if tag not in self._tags:
+            known = ", ".join(self._tags) or "none"
+            raise ValueError(f"no weights are backed up under the tag {tag!r}; backed-up tags: {known}")
+        return self._tags[tag][1]
+
+    def bytes_of(self, tag: str) -> int:
+        """Host memory of one tag on this rank, in bytes."""
+        self._copies(tag)
+        return self._tags[tag][0].size_bytes
+
+    def drop(self, tag: str) -> None:
+        """Give the memory of a tag back."""
+        self._copies(tag)
+        del self._tags[tag]
+
+    def _sources(self) -> dict[str, torch.Tensor]:
+        pairs = list(self._source_getter())
+        sources = dict(pairs)
+        if len(sources) < len(pairs):
+            names = [name for name, _ in pairs]
+            repeated = ", ".join(name for name in sources if names.count(name) > 1)
+            raise ValueError(f"two tensors of the model are called {repeated}")
+        return {name: self._layout.own_part(name, tensor) for name, tensor in sources.items()}
+
+    def _new_tag(self, tag: str, like: Mapping[str, torch.Tensor]) -> tuple[HostArena, dict[str, torch.Tensor]]:
+        arena = self._arenas.take(f"weights/{tag}", HostArena.bytes_needed(like.values()))
+        arena.wait_until_ready()
+        return arena, {name: arena.empty_like(tensor) for name, tensor in like.items()}
+
+
+def _check_same(sources: Mapping[str, torch.Tensor], copies: Mapping[str, torch.Tensor], tag: str) -> None:
+    then, now = ([(name, x.shape, x.dtype) for name, x in tensors.items()] for tensors in (copies, sources))
+    if now != then:
+        changed = ", ".join(sorted({name for name, *_ in set(then) ^ set(now)})) or "their order"
+        raise ValueError(f"the model's tensors are not those backed up under {tag!r}; changed: {changed}")
+
+
+def _synchronize() -> None:
+    """Wait for the copies, and not for other streams, on which an optimizer state may be on its way."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
