@@ -8,8 +8,8 @@ import torch
 from tests.megatron_world import one_rank_world
 from tests.roles import small_config
 from trainer.common.seeds import seed_for
+from trainer.data import prompts as data
 from trainer.data.prompts import Prompts
-from trainer.data.prompts import prompts as data
 from trainer.tasks.arithmetic import ArithmeticTask
 from trainer.tasks.tokenizer import load_tokenizer
 

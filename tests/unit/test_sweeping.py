@@ -121,7 +121,7 @@ def test_a_failure_is_forgotten_when_the_job_starts_again(sweep):
 
 def test_output_goes_to_the_jobs_own_file_and_back(tmp_path):
     program = (
-        "import os, subprocess, sys; from pathlib import Path; from trainer import jobs\n"
+        "import os, subprocess, sys; from pathlib import Path; from trainer.command import jobs\n"
         "with jobs.own_output(Path('7').resolve()):\n"
         "    print('inside', flush=True)\n"
         "    print('an error inside', file=sys.stderr)\n"
