@@ -1,4 +1,4 @@
-"""The pieces that conf/README.md shows, written out and run as they stand there."""
+"""The pieces that docs/extending.md shows, written out and run as they stand there."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
 from trainer.plan import make_plan
 
-TEXT = (CONF / "README.md").read_text()
+TEXT = (CONF.parent / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r"^```(?:python|yaml) (\S+)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL))
 COMMANDS = [shlex.split(line) for block in re.findall(r"^```bash\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
             for line in block.splitlines()]  # fmt: skip
