@@ -64,7 +64,9 @@ def run(job: Job) -> dict[str, Any]:
         with phases.phase("build", step=done or 0):
             parts = build(job.config, phases)
         note = outputs.progress.note if outputs.progress else _discard
-        note(f"core attention: {_attention(job.config)}")
+        note(
+            f"kernels: {_of_roles(job.config, 'kernels')}; core attention: {_of_roles(job.config, 'attention_backend')}"
+        )
         for name, path in starting_points(job.config).items() if done is None else ():
             head = "; its value head is new" if name == "critic" else ""
             note(f"the {name} starts from {path}{head}")
@@ -83,7 +85,8 @@ def run(job: Job) -> dict[str, Any]:
     if is_writer:
         summary = {
             "platform": platform.describe(job.config),
-            "attention": _attention(job.config),
+            "kernels": _of_roles(job.config, "kernels"),
+            "attention": _of_roles(job.config, "attention_backend"),
             "patches": ", ".join(line.partition(":")[0] for line in patch_lines),
         }
         plan = plan_rows(footprint(job.config, vocab_size=parts.vocab_size, stage=0))  # the writer's own
@@ -130,11 +133,15 @@ def starting_points(config: Config) -> dict[str, str]:
     return {name: path for name, path in paths.items() if path is not None}
 
 
-def _attention(config: Config) -> str:
-    meanings = {"sdpa": "torch's scaled_dot_product_attention", "te": "Transformer Engine"}
-    backends = {name: role.model.attention_backend for name, role in config.roles.items()}
-    same = set(backends.values())
-    return meanings[same.pop()] if len(same) == 1 else ", ".join(f"{n}: {meanings[b]}" for n, b in backends.items())
+_MEANINGS = {"sdpa": "torch's scaled_dot_product_attention", "liger": "Liger's", "te": "Transformer Engine's"}
+
+
+def _of_roles(config: Config, setting: str) -> str:
+    """What the roles' models have there, in words."""
+    values = {name: getattr(role.model, setting) for name, role in config.roles.items()}
+    words = {name: _MEANINGS.get(value, f"{value}'s") for name, value in values.items()}
+    same = set(words.values())
+    return same.pop() if len(same) == 1 else ", ".join(f"{name}: {word}" for name, word in words.items())
 
 
 def _discard(_: Any) -> None:

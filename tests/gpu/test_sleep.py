@@ -155,16 +155,34 @@ def test_forward_passes_keep_no_logits_of_earlier_micro_batches(measured):
     assert many - few <= (256 - 16) * per_row
 
 
+@pytest.mark.skipif(
+    find_spec("liger_kernel") is None and find_spec("transformer_engine") is None, reason="needs Liger's kernels or TE"
+)
+@pytest.mark.parametrize("model", [(), ("model.qk_norm=true",), ("model=tiny_moe",), ("model.qkv_bias=true",)])
+def test_other_kernels_compute_what_torch_does(model, tmp_path):
+    config = config_of(*(model if "model=tiny_moe" in model else (*MEDIUM, *model)), *SHORT, "platform=cuda")
+    found = on_gpu(run_scenarios, (("layer_parts",), config, tmp_path), tmp_path / "layer_parts")["layer_parts"]
+    cores = {"kernels=liger": "FusedSelfAttention, CausalAttention", "kernels=te": "SelfAttention, CausalAttention"}
+    cores["attention_backend=te"] = "SelfAttention, TEDotProductAttention"
+    for name, (logits, gradients, names) in found.items():
+        assert logits < 0.02, name
+        assert gradients < 0.05, name
+        assert names == cores[name]
+
+
 @pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine")
-def test_transformer_engine_attends_like_torch_and_keeps_the_bits(tmp_path):
-    """Both may choose cuDNN's kernels; one run's bits are the same whether models sleep or not."""
-    config = config_of(*MEDIUM, *SHORT, "platform=cuda", "model.attention_backend=te")
-    result = on_gpu(run_scenarios, (("attention",), config, tmp_path), tmp_path / "attention")["attention"]
-    assert result["core"] == "TEDotProductAttention"
-    assert result["logits"] < 0.02
-    assert result["gradients"] < 0.05
-    bits = {name: bits_of(name, tmp_path, "model.attention_backend=te") for name in ("none", "lean", "rebuild")}
+@pytest.mark.parametrize("setting", ["model.attention_backend=te", "model.kernels=te"])
+def test_with_transformer_engine_too_sleeping_changes_no_bit(setting, tmp_path):
+    bits = {name: bits_of(name, tmp_path, setting) for name in ("none", "lean", "rebuild")}
     assert bits["lean"] == bits["rebuild"] == bits["none"]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "liger"])
+def test_with_either_kernels_sleeping_changes_no_bit(kernels, tmp_path):
+    if kernels == "liger":
+        pytest.importorskip("liger_kernel")
+    bits = {name: bits_of(name, tmp_path, f"model.kernels={kernels}") for name in ("none", "rebuild")}
+    assert bits["rebuild"] == bits["none"]
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])

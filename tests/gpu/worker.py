@@ -4,6 +4,7 @@ numbers, which the tests judge. (They also run on a CPU, where the GPU's figures
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -204,29 +205,42 @@ def forward_peaks(run: Any, directory: Path) -> list[int]:
     return peaks
 
 
-def attention(run: Any, directory: Path) -> dict[str, Any]:
-    """How far logits and gradients with Transformer Engine's attention are from those with torch's, as the norm of the
-    difference over the norm; of the gradients the farthest."""
+def layer_parts(run: Any, directory: Path) -> dict[str, Any]:
+    """How far logits and gradients with other kernels, or with another core attention, are from those with torch's, as
+    the norm of the difference over the norm; of the gradients the farthest. Of whatever is installed."""
     from dataclasses import replace
 
     from trainer.megatron.build import build_gpt
 
     tokens = torch.randint(0, 64, (4, 200), device=torch.cuda.current_device())
     positions = torch.arange(200, device=tokens.device).expand_as(tokens)
-    found = {}
-    for backend in ("sdpa", "te"):
-        model = replace(run.config.model, attention_backend=backend)
+
+    def numbers(**changes: str) -> tuple[list[torch.Tensor], str]:
+        model = replace(run.config.model, **{"kernels": "torch", "attention_backend": "sdpa", **changes})
         gpt = build_gpt(model, vocab_size=64, parallel=run.config.parallel, seed=1, value_head=False)
         logits = gpt(tokens, positions, None).float()
         logits.log_softmax(-1)[..., 0].sum().backward()
-        found[backend] = [logits.detach(), *(weight.grad.float() for weight in gpt.parameters())]
-    pairs = list(zip(found["sdpa"], found["te"], strict=True))
-    gap = [((theirs - ours).norm() / ours.norm()).item() for ours, theirs in pairs]
-    core = type(gpt.decoder.layers[0].self_attention.core_attention).__name__
-    return {"logits": gap[0], "gradients": max(gap[1:]), "core": core}
+        attention = gpt.decoder.layers[0].self_attention
+        names = f"{type(attention).__name__}, {type(attention.core_attention).__name__}"
+        return [logits.detach(), *(weight.grad.float() for weight in gpt.parameters())], names
+
+    expected, _ = numbers()
+    found = {}
+    for module, changes in (
+        ("liger_kernel", {"kernels": "liger"}),
+        ("transformer_engine", {"kernels": "te"}),
+        ("transformer_engine", {"attention_backend": "te"}),
+    ):
+        if find_spec(module) is not None:
+            actual, names = numbers(**changes)
+            gap = [
+                ((ours - theirs).norm() / theirs.norm()).item() for ours, theirs in zip(actual, expected, strict=True)
+            ]
+            found[" ".join(f"{key}={value}" for key, value in changes.items())] = (gap[0], max(gap[1:]), names)
+    return found
 
 
 SCENARIOS: dict[str, Callable[[Any, Path], Any]] = {
     scenario.__name__: scenario
-    for scenario in (paths, cycles, wrong_calls, storages, backup_overhead, forward_peaks, attention)
+    for scenario in (paths, cycles, wrong_calls, storages, backup_overhead, forward_peaks, layer_parts)
 }

@@ -17,7 +17,7 @@ from trainer.models.hf_bridge import from_hf, hf_config, to_hf, views_by_file_na
 from trainer.plan.layout import WHOLE
 
 _TINY = OmegaConf.to_container(OmegaConf.load(Path(conf.__file__).parent / "model/tiny.yaml"))
-TINY = ModelConfig(**{**_TINY, "attention_backend": "sdpa"})  # type: ignore[dict-item]
+TINY = ModelConfig(**{**_TINY, "kernels": "torch", "attention_backend": "sdpa"})  # type: ignore[dict-item]
 SMALL = dataclasses.replace(
     TINY, layers=2, hidden_size=64, ffn_size=96, heads=4, kv_heads=2, rope_theta=5e5, norm_eps=1e-3, dtype="fp32"
 )

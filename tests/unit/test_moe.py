@@ -27,7 +27,7 @@ from trainer.megatron.groups import tensor_parallel_group
 from trainer.training import step
 
 _TINY = OmegaConf.to_container(OmegaConf.load(Path(conf.__file__).parent / "model/tiny.yaml"))
-MODEL = ModelConfig(**{**_TINY, "attention_backend": "sdpa"})  # type: ignore[dict-item]
+MODEL = ModelConfig(**{**_TINY, "kernels": "torch", "attention_backend": "sdpa"})  # type: ignore[dict-item]
 MOE = ("model.num_experts=4", "model.num_experts_per_tok=2", "model.ffn_size=64")
 FP32 = ("model.dtype=fp32", "optimizer.clip_grad=0", "model.max_length=256")
 

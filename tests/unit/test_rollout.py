@@ -40,6 +40,7 @@ MODEL = ModelConfig(
     router_aux_loss_coef=0.0,
     init_std=0.02,
     dtype="fp32",
+    kernels="torch",
     attention_backend="sdpa",
 )
 ROLLOUT = RolloutConfig(engine="hf", temperature=1.0, top_p=1.0, max_prompt_tokens=7, max_new_tokens=6)

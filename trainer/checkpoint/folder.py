@@ -29,7 +29,7 @@ from trainer.config.schema import Config
 FOLDER = "checkpoints"
 _LATEST, _BEST, _MANIFEST, _TEMPORARY = "latest", "best", "manifest.json", ".tmp"
 _ACCURACY = "heldout_accuracy"
-_HARMLESS_MODEL_KEYS = {"init_std", "attention_backend"}  # used before the first step only; no weights depend on it
+_HARMLESS_MODEL_KEYS = {"init_std", "kernels", "attention_backend"}  # no weights depend on them, or only first ones
 
 
 @dataclass(frozen=True, kw_only=True)

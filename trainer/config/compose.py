@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainer.algo.estimators import AdvantageEstimator
 from trainer.config import objectives, rules
 from trainer.config.hf_architecture import architecture_of
-from trainer.config.rules.model import default_attention_backend
+from trainer.config.rules.model import default_attention_backend, default_kernels
 from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, Config
 from trainer.tasks import Task
 
@@ -66,6 +66,9 @@ def to_config(composed: DictConfig) -> Config:
     assert isinstance(values, dict)
     values["task"] = _typed_piece("task", values["task"], base=Task)
     values["advantages"] = _typed_piece("advantages", values["advantages"], base=AdvantageEstimator)
+    for model in (values["model"], *(role["model"] for role in values["roles"].values())):
+        if model["kernels"] == "auto":
+            model["kernels"] = default_kernels(values["platform"]["name"])
     typed = OmegaConf.merge(OmegaConf.structured(Config), values)
     explicit = frozenset(_explicit_flags(composed))
     config = OmegaConf.to_object(typed)

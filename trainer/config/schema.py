@@ -47,8 +47,9 @@ class ModelConfig(Section):
 
     ``path``: a Hugging Face model folder whose weights the role starts from, or null for random ones. ``vocab_size``:
     rows of the embedding, null for as many as the tokenizer has entries. ``num_experts``: of every layer, each with
-    ``ffn_size``; null for a dense model, to which the three settings after it mean nothing. ``attention_backend``: the
-    core attention, ``sdpa`` (torch's) or ``te`` (Transformer Engine's).
+    ``ffn_size``; null for a dense model, to which the three settings after it mean nothing. ``kernels``: who computes
+    norms, SwiGLU and rotary positions, ``torch``, ``liger`` or ``te`` (Transformer Engine), one of which ``auto`` has
+    become. ``attention_backend``: the core attention, ``sdpa`` (torch's) or ``te``.
     """
 
     path: Optional[str]  # noqa: UP045
@@ -72,6 +73,7 @@ class ModelConfig(Section):
     router_aux_loss_coef: float
     init_std: float
     dtype: str
+    kernels: str
     attention_backend: str
 
     @property

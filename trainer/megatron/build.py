@@ -31,7 +31,8 @@ from trainer.config.hf_architecture import rope_parameters
 from trainer.config.schema import DdpConfig, ModelConfig, ParallelConfig
 from trainer.megatron import moe
 from trainer.megatron.groups import tensor_parallel_group
-from trainer.megatron.layers import RmsNorm, ValueHead, core_attention
+from trainer.megatron.kernels import layer_parts
+from trainer.megatron.layers import ValueHead, core_attention
 from trainer.megatron.sharding import declare_shardings, named_tensors, sharding_of
 from trainer.models.dtypes import DTYPES
 
@@ -73,8 +74,8 @@ def transformer_config(model: ModelConfig, *, parallel: ParallelConfig) -> Trans
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
         persist_layer_norm=False,
+        **layer_parts(model.kernels).settings,
         **moe.transformer_settings(model, expert_parallel=parallel.expert),
     )
 
@@ -86,14 +87,15 @@ def _leave(tensor: torch.Tensor) -> None:
 def _block_spec(model: ModelConfig, *, layers: int) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(num_experts=model.num_experts, qk_layernorm=model.qk_norm, normalization="RMSNorm")
     parts: Any = layer.submodules
-    parts.input_layernorm = RmsNorm
-    parts.pre_mlp_layernorm = RmsNorm
+    kernels = layer_parts(model.kernels)
+    parts.input_layernorm = parts.pre_mlp_layernorm = kernels.norm
+    parts.self_attention.module = kernels.self_attention
     attention = parts.self_attention.submodules
     attention.core_attention = core_attention(model.attention_backend)
     if model.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RmsNorm
+        attention.q_layernorm = attention.k_layernorm = kernels.norm
     assert isinstance(layer, ModuleSpec)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RmsNorm)  # type: ignore[arg-type]
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=kernels.norm)  # type: ignore[arg-type]
 
 
 def build_chunks(
@@ -145,6 +147,7 @@ def _build_chunk(
     if model.rope_scaling is not None:  # Megatron's own rope_scaling knows only one of its four numbers
         gpt.rotary_pos_emb.inv_freq = _scaled_inverse_frequencies(model)
     moe.complete_layers(gpt, model)
+    layer_parts(model.kernels).complete(gpt.modules(), config)
     if value_head and is_last:
         gpt.output_layer = ValueHead(config)  # type: ignore[assignment]
     return gpt.to(torch.cuda.current_device())

@@ -36,7 +36,8 @@ def require_same(config: Config, store: distributed.Store) -> None:
         named = "; ".join(different[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
         raise ValueError(
             f"the nodes of this job have different settings: {named}. Give all nodes the same command, but for "
-            "launch.node_rank; what a machine decides by itself (platform=auto, model.attention_backend) can be set"
+            "launch.node_rank; what a machine decides by itself (platform=auto, model.kernels=auto, "
+            "model.attention_backend) can be set"
         )
 
 

@@ -39,6 +39,7 @@ RULES = (
     objectives.check_objective,
     model.check_checkpoints,
     batch.check_batch_sizes,
+    model.check_kernels,
     model.check_attention_backend,
     batch.check_equal_minibatches,
     batch.check_a_sequence_fits,

@@ -14,6 +14,7 @@ from trainer.config.schema import Config
 # Dotted name -> allowed words.
 CHOICES = {
     "model.dtype": ("bf16", "fp32"),
+    "model.kernels": ("auto", "torch", "liger", "te"),
     "model.attention_backend": ("sdpa", "te"),
     "optimizer.lr_schedule": ("constant", "linear", "cosine", "wsd"),
     "optimizer.lr_wsd_decay_style": ("exponential", "linear", "cosine", "minus_sqrt"),

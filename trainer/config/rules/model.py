@@ -1,4 +1,4 @@
-"""The architecture of a role: shapes that go together, checkpoints, experts, core attention."""
+"""The architecture of a role: shapes that go together, checkpoints, experts, kernels, core attention."""
 
 from __future__ import annotations
 
@@ -72,11 +72,44 @@ def check_experts(config: Config) -> None:
 
 def default_attention_backend(platform: str) -> str:
     """``te`` where Transformer Engine is installed and there are GPUs to run it, else ``sdpa``."""
-    return "te" if platform == "cuda" and _has_transformer_engine() else "sdpa"
+    return "te" if platform == "cuda" and _has("transformer_engine") else "sdpa"
 
 
-def _has_transformer_engine() -> bool:
-    return find_spec("transformer_engine") is not None
+def default_kernels(platform: str) -> str:
+    """``liger`` where Liger's kernels and Triton are installed and there are GPUs to run them, else ``te`` where
+    Transformer Engine is, else ``torch``."""
+    if platform != "cuda":
+        return "torch"
+    if _has("liger_kernel") and _has("triton"):
+        return "liger"
+    return "te" if _has("transformer_engine") else "torch"
+
+
+def _has(module: str) -> bool:
+    return find_spec(module) is not None
+
+
+def check_kernels(config: Config) -> None:
+    needs = {
+        "liger": ("Liger's Triton kernels need", ("liger_kernel", "triton"), "pip install 'torpor[gpu]'"),
+        "te": ("Transformer Engine needs", ("transformer_engine",), "pip install 'transformer-engine[pytorch]'"),
+    }
+    for role, role_config in config.roles.items():
+        kernels = role_config.model.kernels
+        if kernels not in needs:
+            continue
+        (who_needs, modules, command), setting = needs[kernels], f"roles.{role}.model.kernels={kernels}"
+        if config.platform.name != "cuda":
+            raise ValueError(
+                f"{setting} with platform.name={config.platform.name}: {who_needs} a GPU. Use model.kernels=torch, or "
+                "auto"
+            )
+        absent = [module for module in modules if not _has(module)]
+        if absent:
+            raise ValueError(
+                f"{setting}, but {' and '.join(absent)} cannot be imported: {command}, or use model.kernels=torch, or "
+                "auto"
+            )
 
 
 def check_attention_backend(config: Config) -> None:
@@ -89,7 +122,7 @@ def check_attention_backend(config: Config) -> None:
                 f"{setting} with platform.name={config.platform.name}: Transformer Engine needs a GPU. Use "
                 "model.attention_backend=sdpa, or leave it out"
             )
-        if not _has_transformer_engine():
+        if not _has("transformer_engine"):
             raise ValueError(
                 f"{setting}, but Transformer Engine is not installed: pip install 'transformer-engine[pytorch]', use "
                 "model.attention_backend=sdpa, or leave it out"
