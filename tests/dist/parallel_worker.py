@@ -14,7 +14,7 @@ from tests.dist.expert_parallel_worker import asleep
 from tests.dist.invariance_worker import run_configs
 from tests.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, normal, small_config
 from trainer import loop, worker
-from trainer.algo.log_probs import log_probs_and_entropy
+from trainer.algo.log_probs import linear_log_probs_and_entropy, log_probs_and_entropy
 from trainer.config.pieces import make_task
 from trainer.config.schema import Config
 from trainer.megatron import platform
@@ -130,8 +130,30 @@ def _split_vocabulary() -> list[dict[str, Tensor]]:
     (log_probs * torch.arange(6.0) + entropy.square()).sum().backward()
     found = {"logits": logits, "targets": targets, "log_probs": log_probs.detach(), "entropy": entropy.detach()}
     everyones: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyones, {**found, "gradient": own.grad})
+    distributed.all_gather_object(everyones, {**found, "gradient": own.grad, "linear": _split_linear(targets)})
     return everyones
+
+
+def _split_linear(targets: Tensor) -> dict[str, Tensor]:
+    """The same from hidden states and this rank's part of the output layer, of all tokens but the first."""
+    rank, width = distributed.get_rank(), 2
+    hidden = normal((12, 3), seed=1).double().requires_grad_()
+    whole = normal((4 * width, 3), seed=2).double()
+    own = whole[rank * width : (rank + 1) * width].clone().requires_grad_()
+    log_probs, entropy = linear_log_probs_and_entropy(
+        hidden,
+        own,
+        targets.flatten()[1:],
+        rows=torch.arange(1, 12),
+        temperature=0.7,
+        vocab_size=5,
+        group=distributed.group.WORLD,
+    )
+    (log_probs * torch.arange(11.0) + entropy.square()).sum().backward()
+    assert hidden.grad is not None
+    assert own.grad is not None
+    found = {"hidden": hidden.detach(), "weight": whole, "log_probs": log_probs.detach(), "entropy": entropy.detach()}
+    return {**found, "hidden_gradient": hidden.grad, "weight_gradient": own.grad}
 
 
 def _split_sequences() -> list[dict[str, Tensor]]:

@@ -141,6 +141,22 @@ def test_log_probs_and_entropy_of_a_split_vocabulary(found):
     torch.testing.assert_close(torch.cat([each["gradient"] for each in everyones], dim=-1), logits.grad)
 
 
+def test_log_probs_and_entropy_of_a_split_output_layer(found):
+    """Ranks add up to the gradient of the hidden states, and each has that of its own entries."""
+    everyones = [each["linear"] for each in found["vocabulary"]]
+    hidden, weight = (everyones[0][name].requires_grad_() for name in ("hidden", "weight"))
+    targets = found["vocabulary"][0]["targets"].flatten()[1:]
+    log_probs, entropy = log_probs_and_entropy(
+        (hidden[1:] @ weight.T)[None], targets[None], temperature=0.7, vocab_size=5
+    )
+    (log_probs * torch.arange(11.0) + entropy.square()).sum().backward()
+    for each in everyones:
+        torch.testing.assert_close(each["log_probs"], log_probs[0].detach())
+        torch.testing.assert_close(each["entropy"], entropy[0].detach())
+    torch.testing.assert_close(sum(each["hidden_gradient"] for each in everyones), hidden.grad)
+    torch.testing.assert_close(torch.cat([each["weight_gradient"] for each in everyones]), weight.grad)
+
+
 def test_the_load_balancing_loss_of_split_sequences(found):
     """Every rank gets whole sequences' losses, and the gradients of its own columns."""
     everyones = found["balance"]

@@ -66,6 +66,14 @@ def imports(module: str) -> set[str]:
     return names
 
 
+def imports_at_top(module: str) -> set[str]:
+    """Full names of what is imported with the module itself."""
+    found = [node for node in ast.parse(MODULES[module].read_text()).body if isinstance(node, ast.ImportFrom)]
+    return {
+        name for node in found for alias in node.names for name in (node.module or "", f"{node.module}.{alias.name}")
+    }
+
+
 def level_of(module: str) -> int:
     """Position of a module's folder; ``patches`` comes first, and packages without a folder of their own with it."""
     package, _, rest = module.partition(".")
@@ -104,7 +112,15 @@ def test_algo_is_pure_tensor_functions():
     libraries = {"__future__", "abc", "collections", "dataclasses", "math", "torch", "trainer", "typing"}
     for module in MODULES:
         if module.startswith("trainer.algo"):
-            assert {name.split(".")[0] for name in imports(module)} <= libraries
+            assert {name.split(".")[0] for name in imports(module)} - {"triton"} <= libraries
+
+
+def test_triton_kernels_are_in_modules_of_their_own():
+    """Which are imported where a GPU is to run them."""
+    of_kernels = {module for module in MODULES if module.endswith("_triton")}
+    assert importers_of("triton") == of_kernels != set()
+    importers = [(module, name) for module in MODULES for name in imports_at_top(module) if name in of_kernels]
+    assert importers == []
 
 
 def test_who_imports_what():

@@ -1,8 +1,11 @@
-"""Log-probs of chosen tokens and entropy of their distribution, without float32 copies of the logits.
+"""Log-probs of chosen tokens and entropy of their distribution, without float32 copies of the logits, or without the
+logits themselves.
 
 With b * s = 8192 tokens and a vocabulary of 150,000, float32 logits are 4.6 GiB, and plain autograd keeps two
-or three such tensors. Here forward and backward walk over a few columns at a time; backward recomputes the
-softmax from the logits themselves and two numbers per token.
+or three such tensors. Here forward and backward walk over a few tokens at a time; backward recomputes the
+softmax from the logits and two numbers per token. Given hidden states and the weight of the output layer, the logits
+too are made a few tokens at a time, forward and backward: for one more product with the weight, none are kept (the idea
+of Liger's fused linear cross-entropy, arXiv:2410.10989, for losses whose gradient is not known in the forward pass).
 
 Tensor-parallel ranks each hold the logits of a part of the vocabulary. They exchange three numbers per token and no
 logits, as in Megatron-LM's vocab_parallel_cross_entropy (arXiv:1909.08053, section 3).
@@ -10,14 +13,22 @@ logits, as in Megatron-LM's vocab_parallel_cross_entropy (arXiv:1909.08053, sect
 Simplified: no double backward.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-# Elements of one float32 working tensor: 64 MiB.
-_CHUNK_ELEMENTS = 1 << 24
+from trainer.algo import log_probs_torch
+from trainer.algo.log_probs_torch import is_within
+
+# Logits at a time: each of torch's float32 working tensors takes 64 MiB; fused kernels need but 512 MiB of bf16.
+_CHUNK_ELEMENTS, _FUSED_CHUNK_ELEMENTS = 1 << 24, 1 << 28
 
 
 def log_probs_from_logits(
@@ -31,8 +42,8 @@ def log_probs_from_logits(
     """Log-probability of each target under softmax(logits / temperature).
 
     Args:
-        logits: [b, s, v], any float dtype and strides; column t predicts `targets[:, t]`. With a group of n ranks,
-            rank r holds the entries from r * v up to (r + 1) * v of a vocabulary of n * v.
+        logits: [b, s, v], any float dtype; column t predicts `targets[:, t]`. Contiguous ones are not copied. With a
+            group of n ranks, rank r holds the entries from r * v up to (r + 1) * v of a vocabulary of n * v.
         targets: [b, s] token ids, the same on all ranks of the group.
         temperature: the one the tokens were sampled with, > 0; otherwise ratios compare two distributions.
         vocab_size: real size of the whole vocabulary; logits beyond it are padding without probability or gradient.
@@ -44,7 +55,8 @@ def log_probs_from_logits(
         used, harmless if it is padding. Tokens whose incoming gradient is 0 send exactly 0 back, whatever
         their logits hold.
     """
-    return _TokenStatistics.apply(logits, targets, temperature, vocab_size, False, group)[0]
+    how = _How(temperature, vocab_size, with_entropy=False, group=group)
+    return _of_logits(logits, targets, how)[0]
 
 
 def entropy_from_logits(
@@ -52,7 +64,7 @@ def entropy_from_logits(
 ) -> Tensor:
     """Entropy [b, s] in nats of softmax(logits / temperature); see `log_probs_from_logits`."""
     targets = torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device)
-    return _TokenStatistics.apply(logits, targets, temperature, vocab_size, True, group)[1]
+    return _of_logits(logits, targets, _How(temperature, vocab_size, with_entropy=True, group=group))[1]
 
 
 def log_probs_and_entropy(
@@ -64,7 +76,63 @@ def log_probs_and_entropy(
     group: distributed.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Both of the above in one pass over the logits (and one gradient tensor instead of two)."""
-    return _TokenStatistics.apply(logits, targets, temperature, vocab_size, True, group)
+    return _of_logits(logits, targets, _How(temperature, vocab_size, with_entropy=True, group=group))
+
+
+def linear_log_probs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    rows: Tensor,
+    temperature: float,
+    vocab_size: int,
+    group: distributed.ProcessGroup | None = None,
+    fused: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies under softmax(hidden @ weight.T / temperature), of some tokens alone.
+
+    Args:
+        hidden: [n, h] of all tokens.
+        weight: [v, h] of the output layer; with a group, this rank's entries, and the gradient of `hidden` is this
+            rank's addend.
+        targets: [m] token ids.
+        rows: [m] that of `hidden` which predicts each target, all different. The others get a gradient of 0.
+        fused: by Triton kernels (CUDA), which need no float32 working tensors.
+
+    Returns:
+        Two [m]; for the rest see `log_probs_from_logits`.
+    """
+    how = _How(temperature, vocab_size, with_entropy=True, group=group, fused=fused)
+    return _TokenStatistics.apply(hidden, weight, targets, rows, how)
+
+
+def _of_logits(logits: Tensor, targets: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+    log_probs, entropy = _TokenStatistics.apply(logits.flatten(0, 1), None, targets.flatten(), None, how)
+    return log_probs.view(targets.shape), entropy.view(targets.shape)
+
+
+@dataclass(frozen=True)
+class _How:
+    temperature: float
+    vocab_size: int
+    with_entropy: bool
+    group: distributed.ProcessGroup | None
+    fused: bool = False
+
+    @property
+    def kernels(self) -> Any:
+        """The module whose ``statistics`` and ``gradient`` do the work."""
+        if self.fused:
+            from trainer.algo import log_probs_triton
+
+            return log_probs_triton
+        return log_probs_torch
+
+    def chunks(self, tokens: int, vocabulary: int) -> Iterator[slice]:
+        """Tokens whose logits exist at the same time."""
+        width = max(1, (_FUSED_CHUNK_ELEMENTS if self.fused else _CHUNK_ELEMENTS) // vocabulary)
+        return (slice(start, start + width) for start in range(0, tokens, width))
 
 
 class _TokenStatistics(torch.autograd.Function):
@@ -72,68 +140,96 @@ class _TokenStatistics(torch.autograd.Function):
 
     d log p_a / dz_j = [j = a] - p_j        dH / dz_j = -p_j (log p_j + H)
 
-    -p log p is computed by `torch.special.entr`, which is 0 at p = 0: logits of -inf are fine.
+    ``inputs`` are the logits [n, v] or, with a weight [v, h], hidden states [n, h]; ``rows`` picks some of them.
     """
 
     @staticmethod
-    def forward(ctx, logits, targets, temperature, vocab_size, with_entropy, group):
-        assert temperature > 0, temperature
-        own_targets, own_size = _own_vocabulary(logits, targets, vocab_size, group)
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        log_probs, log_partition, entropy = (
-            torch.zeros(targets.shape, dtype=dtype, device=logits.device) for _ in range(3)
-        )
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor | None, targets: Tensor, rows: Tensor | None, how: _How
+    ) -> Any:
+        assert how.temperature > 0, how.temperature
+        width = inputs.shape[-1] if weight is None else weight.shape[0]
+        own_targets, own_size = _own_vocabulary(width, targets, how)
+        dtype = torch.promote_types(inputs.dtype, torch.float32)
+        log_partition, log_probs, entropy = (inputs.new_zeros(targets.shape, dtype=dtype) for _ in range(3))
         if own_size == 0:
             log_partition.fill_(-torch.inf)
-        for columns in _column_chunks(logits) if own_size else ():
-            z = logits[:, columns, :own_size].to(dtype) / temperature
-            log_partition[:, columns] = z.logsumexp(-1)
-            target_logits = z.gather(-1, _within(own_targets[:, columns], own_size)).squeeze(-1)
-            log_probs[:, columns] = target_logits.where(_is_within(own_targets[:, columns], own_size), 0.0)
-            if with_entropy:
-                p = z.sub_(log_partition[:, columns, None]).exp_()
-                entropy[:, columns] = torch.special.entr(p).sum(-1)
-        if group is not None:
-            _combine(log_partition, log_probs, entropy if with_entropy else None, group)
+        for some in how.chunks(len(targets), width) if own_size else ():
+            logits, _ = _logits(inputs, weight, rows, some)
+            log_partition[some], log_probs[some], entropy[some] = how.kernels.statistics(
+                logits, own_targets[some], size=own_size, temperature=how.temperature, with_entropy=how.with_entropy
+            )
+        if how.group is not None:
+            _combine(log_partition, log_probs, entropy if how.with_entropy else None, how.group)
         log_probs -= log_partition
-        log_probs.masked_fill_(~_is_within(targets, vocab_size), torch.nan)
-        ctx.save_for_backward(logits, own_targets, log_partition, entropy)
-        ctx.temperature, ctx.own_size = temperature, own_size
+        log_probs.masked_fill_(~is_within(targets, how.vocab_size), torch.nan)
+        ctx.save_for_backward(inputs, weight, rows, own_targets, log_partition, entropy)
+        ctx.how, ctx.own_size = how, own_size
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_log_probs, grad_entropy):
-        logits, targets, log_partition, entropy = ctx.saved_tensors
-        grad_logits = torch.zeros_like(logits)
-        for columns in _column_chunks(logits) if ctx.own_size else ():
-            z = logits[:, columns, : ctx.own_size].to(log_partition.dtype) / ctx.temperature
-            p = z.sub_(log_partition[:, columns, None]).exp_()
-            grad = torch.zeros_like(p)
-            is_used = torch.zeros_like(targets[:, columns, None], dtype=torch.bool)
-            if grad_log_probs is not None:
-                upstream = grad_log_probs[:, columns, None]
-                grad.addcmul_(p, upstream, value=-1)
-                of_target = upstream.where(_is_within(targets[:, columns, None], ctx.own_size), 0.0)
-                grad.scatter_add_(-1, _within(targets[:, columns], ctx.own_size), of_target)
-                is_used |= upstream != 0
-            if grad_entropy is not None:
-                upstream = grad_entropy[:, columns, None]
-                grad += upstream * (torch.special.entr(p) - p * entropy[:, columns, None])
-                is_used |= upstream != 0
-            grad_logits[:, columns, : ctx.own_size] = torch.where(is_used, grad / ctx.temperature, 0.0)
-        return grad_logits, None, None, None, None, None
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Any:
+        inputs, weight, rows, targets, log_partition, entropy = ctx.saved_tensors
+        width = inputs.shape[-1] if weight is None else weight.shape[0]
+        chunks = list(ctx.how.chunks(len(targets), width)) if ctx.own_size else []
+        grad_inputs = torch.zeros_like(inputs)
+        grad_weight = _WeightGradient(weight, parts=len(chunks)) if ctx.needs_input_grad[1] else None  # type: ignore
+        for some in chunks:
+            logits, hidden = _logits(inputs, weight, rows, some)
+            grad_logits = ctx.how.kernels.gradient(
+                logits,
+                targets[some],
+                log_partition[some],
+                entropy[some],
+                None if grad_log_probs is None else grad_log_probs[some],
+                None if grad_entropy is None else grad_entropy[some],
+                size=ctx.own_size,
+                temperature=ctx.how.temperature,
+                in_place=weight is not None,
+            )
+            own = some if rows is None else rows[some]
+            grad_inputs[own] = grad_logits if weight is None else grad_logits @ weight
+            if grad_weight is not None:
+                grad_weight.add(grad_logits, hidden)
+        return grad_inputs, None if grad_weight is None else grad_weight.total(), None, None, None
 
 
-def _own_vocabulary(
-    logits: Tensor, targets: Tensor, vocab_size: int, group: distributed.ProcessGroup | None
-) -> tuple[Tensor, int]:
+def _logits(inputs: Tensor, weight: Tensor | None, rows: Tensor | None, some: slice) -> tuple[Tensor, Tensor]:
+    """Logits of some tokens, and what they were made of."""
+    hidden = inputs[some] if rows is None else inputs[rows[some]]
+    return hidden if weight is None else functional.linear(hidden, weight), hidden
+
+
+class _WeightGradient:
+    """Sum over chunks of grad_logits.T @ hidden: one product is rounded once, several are summed in float32."""
+
+    def __init__(self, weight: Tensor, *, parts: int) -> None:
+        self._weight = weight
+        dtype = weight.dtype if parts == 1 else torch.promote_types(weight.dtype, torch.float32)
+        self._total = torch.zeros_like(weight, dtype=dtype)
+        self._is_first = True
+
+    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
+        left, beta = grad_logits.t(), 0 if self._is_first else 1
+        self._is_first = False
+        if self._total.dtype == left.dtype:
+            torch.addmm(self._total, left, hidden, beta=beta, out=self._total)
+        elif self._total.is_cuda:  # one kernel that reads bf16 and sums in float32
+            torch.ops.aten.addmm.dtype_out(self._total, left, hidden, self._total.dtype, beta=beta, out=self._total)
+        else:
+            self._total += left @ hidden
+
+    def total(self) -> Tensor:
+        return self._total.to(self._weight.dtype)
+
+
+def _own_vocabulary(width: int, targets: Tensor, how: _How) -> tuple[Tensor, int]:
     """Targets counted from the first entry that this rank holds, and how many entries it holds, padding left out."""
-    width = logits.shape[-1]
-    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-    assert 0 < vocab_size <= ranks * width, (vocab_size, ranks, logits.shape)
-    return targets - rank * width, min(max(vocab_size - rank * width, 0), width)
+    ranks, rank = (1, 0) if how.group is None else (how.group.size(), how.group.rank())
+    assert 0 < how.vocab_size <= ranks * width, (how.vocab_size, ranks, width)
+    return targets - rank * width, min(max(how.vocab_size - rank * width, 0), width)
 
 
 def _combine(
@@ -153,18 +249,3 @@ def _combine(
         weight = (own - log_partition).exp()
         entropy.copy_(torch.where(weight > 0, weight * entropy + torch.special.entr(weight), 0.0))
         distributed.all_reduce(entropy, group=group)
-
-
-def _column_chunks(logits: Tensor) -> Iterator[slice]:
-    """Slices along s of about `_CHUNK_ELEMENTS`; flattening b and s first would copy transposed logits."""
-    rows, columns, vocabulary = logits.shape
-    width = max(1, _CHUNK_ELEMENTS // max(1, rows * vocabulary))
-    return (slice(start, start + width) for start in range(0, columns, width))
-
-
-def _is_within(targets: Tensor, vocab_size: int) -> Tensor:
-    return (targets >= 0) & (targets < vocab_size)
-
-
-def _within(targets: Tensor, vocab_size: int) -> Tensor:
-    return targets.clamp(0, vocab_size - 1)[..., None]
