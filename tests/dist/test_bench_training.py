@@ -45,10 +45,24 @@ def test_times_are_medians_without_the_first_step():
     assert numbers.rows[-1] == ("GPU GiB at most", "2.0", "-")
 
 
+def test_bars_are_those_of_what_is_resident_beside_its_peers():
+    def measured(seconds, peak=None):
+        return record(step(9.0, 1.0, 0.1, 9.5), step(seconds, 1.0, 0.1, 1.0), peak=peak)
+
+    records = {"resident": measured(0.84, 2**31), "plain": measured(1.0), "plain_liger": measured(0.8, 2**31)}
+    _, _, bars = training_tables(records)
+    rows = {row[0]: tuple(row[1:]) for row in bars.rows}
+    assert rows["values: seconds of plain"] == ("<= 0.8 x", "0.84 x", "NO")
+    assert rows["values: seconds of plain_liger"] == ("<= 1.05 x", "1.05 x", "yes")
+    assert rows["train_actor: seconds of plain"] == ("<= 0.8 x", "-", "-")
+    assert rows["GPU memory of plain_liger"] == ("<= 1.05 x", "1.00 x", "yes")
+
+
 @pytest.mark.parametrize(
     ("cases", "steps", "overrides", "message"),
     [
         (["plain"], 2, [], "the first not plain"),
+        (["plain_liger", "lean"], 2, [], "the first not plain or plain_liger"),
         (["lean", "fast"], 2, [], "must be some of lean, resident, plain"),
         (["lean"], 1, [], "bench.steps=1: must be at least 2"),
         (["lean"], 2, ["launch.nproc=2"], "launch.nproc=2: the plain loop has one worker"),

@@ -5,7 +5,6 @@ A case that fails prints its traceback; the others go on. Results are written af
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from trainer.bench import cases, measure
+from trainer.bench import cases, launching, measure
 from trainer.bench.cases import CASES, BenchConfig, BenchRoot, Case, CaseJob
 from trainer.bench.launching import run_job, run_workers
 from trainer.bench.table import NEEDS_GPU, bench_table, document, plan_comparison, summarize
@@ -40,8 +39,7 @@ def bench_of(composed: DictConfig) -> BenchConfig:
 def config_of(case: Case, overrides: list[str]) -> Config:
     """The validated config of one case under the command's overrides; Hydra must be initialized."""
     composed = hydra.compose("bench", overrides=[*overrides, *case.overrides])
-    keys = [field.name for field in dataclasses.fields(Config)]
-    config = configuration.to_config(OmegaConf.masked_copy(composed, keys))
+    config = launching.config_of(composed)
     if "critic" not in config.roles:
         raise ValueError("the benchmark measures actor and critic, and this algorithm has no critic: use algo=ppo")
     return config

@@ -3,6 +3,7 @@ others."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from trainer.bench import cases
 from trainer.command.launch import WorkerError, launch
 from trainer.command.launch_environment import worker_environment
+from trainer.config import compose as configuration
 from trainer.config.hints import hint_for
 from trainer.config.schema import Config
 
@@ -38,6 +41,12 @@ def run_job(prepare: Callable[[list[str]], _Prepared], run: Callable[[_Prepared,
         sys.exit(1)
     if not run(prepared, directory, Console(width=None if sys.stdout.isatty() else 240)):
         sys.exit(1)
+
+
+def config_of(composed: DictConfig) -> Config:
+    """The validated config without the section ``bench``."""
+    keys = [field.name for field in dataclasses.fields(Config)]
+    return configuration.to_config(OmegaConf.masked_copy(composed, keys))
 
 
 class HasConfig(Protocol):

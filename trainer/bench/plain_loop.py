@@ -47,6 +47,14 @@ class ValueModel(nn.Module):
         return self.head(self.body(input_ids=tokens, use_cache=False).last_hidden_state.float())
 
 
+def use_liger(model: nn.Module) -> None:
+    """Replace a transformers model's RMSNorm, SwiGLU and rotary positions by Liger's Triton kernels, as
+    ``use_liger_kernel`` of transformers' own trainer does. (Logits are made whole, for losses that are not its.)"""
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
 class PlainTrainer:
     """Forward passes and optimizer steps of one model, as in :mod:`trainer.training.step`.
 
@@ -102,9 +110,14 @@ def infer(
 
 
 class PlainLoop:
-    """PPO steps from the weights in ``folder``, a Hugging Face model folder that the other side wrote."""
+    """PPO steps from the weights in ``folder``, a Hugging Face model folder that the other side wrote.
 
-    def __init__(self, config: Config, phases: Phases, *, folder: Path) -> None:
+    ``prepare`` is called with the model from which all others are copied.
+    """
+
+    def __init__(
+        self, config: Config, phases: Phases, *, folder: Path, prepare: Callable[[nn.Module], None] | None = None
+    ) -> None:
         self._config, self._phases = config, phases
         self._estimator, task = make_estimator(config), make_task(config)
         tokenizer = load_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
@@ -116,6 +129,8 @@ class PlainLoop:
         )
         self._engine.wake_up(SafetensorsFolder(folder).items())
         model: Any = self._engine.model  # the engine generates with the weights that are trained here
+        if prepare:
+            prepare(model)
         reference = copy.deepcopy(model)
         values = ValueModel(copy.deepcopy(model.base_model), critic.model.hidden_size)
         self._actor = PlainTrainer(model, actor, lambda tokens: model(input_ids=tokens, use_cache=False).logits)

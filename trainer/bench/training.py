@@ -7,7 +7,6 @@ Later steps draw from weights that rounding has driven apart, which is why rates
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from trainer.bench.launching import run_job, run_workers
-from trainer.bench.training_workers import TrainingJob, run_plain, run_torpor
+from trainer.bench.bars import Bar, bars_table, ratio_bar
+from trainer.bench.launching import config_of, run_job, run_workers
+from trainer.bench.training_workers import TrainingJob, run_plain, run_plain_liger, run_torpor
 from trainer.common.units import format_count
 from trainer.config import compose as configuration
 from trainer.config.identity import config_hash
@@ -34,7 +34,10 @@ CASES = {  # name -> (what it is, overrides, worker)
     "lean": ("Torpor, models asleep in turn (memory=lean)", ("offload=train", "memory=lean"), run_torpor),
     "resident": ("Torpor, nothing sleeps (offload=none)", ("offload=none",), run_torpor),
     "plain": ("a plain loop of transformers and PyTorch, nothing sleeps", ("offload=none",), run_plain),
+    "plain_liger": ("the same loop, Liger's kernels in its models", ("offload=none",), run_plain_liger),
 }
+_BAR_PHASES = ("ref_log_probs", "log_probs", "values", "train_critic", "train_actor")
+_BARS = {"plain": 0.8, "plain_liger": 1.05}  # peer -> at most so many times its seconds
 _SAME = (
     "response_tokens",
     "reward",
@@ -64,19 +67,13 @@ class BenchTrainingRoot(Config):
     bench: BenchTrainingConfig
 
 
-def config_of(composed: DictConfig) -> Config:
-    """The validated config without the section ``bench``."""
-    keys = [field.name for field in dataclasses.fields(Config)]
-    return configuration.to_config(OmegaConf.masked_copy(composed, keys))
-
-
 def check(bench: BenchTrainingConfig, config: Config) -> None:
     """Raise ValueError for what the two sides could not do alike."""
     unknown = [name for name in bench.cases if name not in CASES]
-    if unknown or not bench.cases or bench.cases[0] == "plain":
+    if unknown or not bench.cases or bench.cases[0] in _BARS:
         raise ValueError(
-            f"bench.cases={bench.cases}: must be some of {', '.join(CASES)}, and the first not plain, since it writes "
-            "the weights that the others start from"
+            f"bench.cases={bench.cases}: must be some of {', '.join(CASES)}, and the first not plain or plain_liger, "
+            "since it writes the weights that the others start from"
         )
     if bench.steps < 2:
         raise ValueError(f"bench.steps={bench.steps}: must be at least 2, since the first is left out of the times")
@@ -95,7 +92,8 @@ def check(bench: BenchTrainingConfig, config: Config) -> None:
 
 
 def training_tables(records: Mapping[str, Record]) -> list[Table]:
-    """``records``: case -> what its worker returned. Seconds and rates per phase, and the numbers of the first step."""
+    """``records``: case -> what its worker returned. Seconds and rates per phase, the numbers of the first step, and
+    the bars that ``resident`` is measured by beside its peers."""
     phases = dict.fromkeys(
         key.removeprefix("seconds/") for record in records.values() for key in record["steps"][-1] if "seconds/" in key
     )
@@ -119,10 +117,25 @@ def training_tables(records: Mapping[str, Record]) -> list[Table]:
     peak = {name: record["gpu_peak_allocated_bytes"] for name, record in records.items()}
     first = [(key, *(f"{record['steps'][0][key]:.6g}" for record in records.values())) for key in _SAME]
     first.append(("GPU GiB at most", *(text(b if b is None else b / 2**30, ".1f") for b in peak.values())))
+    bars = _bars(seconds, peak)
     return [
         Table(title="A PPO step", columns=("phase", *header), rows=[row(p) for p in phases], totals=[row("step")]),
         Table(title="The same work: numbers of the first step", columns=("", *records), rows=first),
+        *([bars_table(bars)] if bars else []),
     ]
+
+
+def _bars(seconds: Mapping[str, Mapping[str, float]], peak: Mapping[str, int | None]) -> list[Bar]:
+    if "resident" not in seconds:
+        return []
+    ours, bars = seconds["resident"], []
+    for peer, ratio in _BARS.items():
+        for phase in _BAR_PHASES if peer in seconds else ():
+            theirs = seconds[peer].get(phase)
+            bars.append(ratio_bar(f"{phase}: seconds of {peer}", ours.get(phase), theirs, at_most=ratio))
+    if "plain_liger" in peak:
+        bars.append(ratio_bar("GPU memory of plain_liger", peak["resident"], peak["plain_liger"], at_most=1.05))
+    return bars
 
 
 def _medians(record: Record, prefix: str) -> dict[str, float]:
@@ -161,7 +174,8 @@ def _document(tables: Sequence[Table], records: Mapping[str, Record]) -> str:
         "between phases, its rates do not. Tokens are real ones, padding not counted; MFU counts what the model needs."
     )
     parts = [f"# {tables[0].title}", "\n".join(facts), tables[0].markdown(), notes, "\n".join(meanings)]
-    return "\n\n".join([*parts, f"## {tables[1].title}", tables[1].markdown()]) + "\n"
+    further = [part for table in tables[1:] for part in (f"## {table.title}", table.markdown())]
+    return "\n\n".join([*parts, *further]) + "\n"
 
 
 @hydra.main(config_path="pkg://conf", config_name="bench_training", version_base="1.3")

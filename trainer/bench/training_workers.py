@@ -55,6 +55,14 @@ def run_plain(job: TrainingJob) -> dict[str, Any]:
     return _measure(job, phases, PlainLoop(job.config, phases, folder=job.folder).ppo_step)
 
 
+def run_plain_liger(job: TrainingJob) -> dict[str, Any]:
+    """The same with Liger's kernels in the models."""
+    phases = _set_up(job)
+    from trainer.bench.plain_loop import PlainLoop, use_liger
+
+    return _measure(job, phases, PlainLoop(job.config, phases, folder=job.folder, prepare=use_liger).ppo_step)
+
+
 def _set_up(job: TrainingJob) -> Phases:
     faulthandler.dump_traceback_later(job.timeout_seconds, exit=True)
     platform.set_up(job.config)
