@@ -133,7 +133,8 @@ def _bytes_of(role: Role) -> dict[str, int]:
     rest = [t for _, t in named_tensors(role.chunks) if t.untyped_storage().data_ptr() not in in_buffers]
     tags = {role.backuper.bytes_of(tag) for tag in role.backuper.backup_tags} if role.backuper else {0}
     assert len(tags) == 1
-    largest = torch.tensor([role._state.flat.nbytes, 4 * role._state.main_size, *tags])
+    sizes, main = [piece.nbytes for piece in role._state.pieces], role._state.main_pieces
+    largest = torch.tensor([sum(sizes), sum(sizes[:main]), *tags])
     distributed.all_reduce(
         largest, op=distributed.ReduceOp.MAX, group=parallel_state.get_tensor_and_data_parallel_group()
     )

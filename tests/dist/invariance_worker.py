@@ -1,5 +1,6 @@
 """The rank that runs one small job under several memory settings in turn; used by test_invariance."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -92,35 +93,16 @@ def _critic_flag_forced() -> Iterator[None]:
 def _late_copies() -> Iterator[None]:
     """Optimizer states are copied when somebody waits for it, and not before: as on a GPU at its slowest."""
     from trainer.memory import regions
-    from trainer.memory.keeper import ArenaKeeper
+    from trainer.memory.stores import ArenaStore
 
-    class LateKeeper(ArenaKeeper):
-        saves = restores_main = restores_rest = False
+    class LateStore(ArenaStore):
+        def start_write(self, number: int, piece: Any) -> Any:
+            return functools.cache(lambda: super(LateStore, self).start_write(number, piece)())
 
-        def start_save(self) -> None:
-            self.wait()
-            self.saves = not self._is_saved
-            self._is_saved = True
+        def start_read(self, number: int, piece: Any) -> Any:
+            return functools.cache(lambda: super(LateStore, self).start_read(number, piece)())
 
-        def finish_save(self) -> None:
-            self.start_save()
-            self.wait()
-            self._is_saved = False
-
-        def start_restore(self) -> None:
-            self.restores_main = self.restores_rest = True
-
-        def wait(self, *, main_params_only: bool = False) -> None:
-            if self.saves:
-                self._copy.copy_(self._flat)
-            if self.restores_main:
-                self._flat[: self._main_size] = self._copy[: self._main_size]
-            self.saves = self.restores_main = False
-            if self.restores_rest and not main_params_only:
-                self._flat[self._main_size :] = self._copy[self._main_size :]
-                self.restores_rest = False
-
-    with mock.patch.object(regions, "ArenaKeeper", LateKeeper):
+    with mock.patch.object(regions, "ArenaStore", LateStore):
         yield
 
 

@@ -23,6 +23,7 @@ CASES = {
     "full_arena": ("memory=full", "memory.actor.optim_keeper=arena", "memory.critic.optim_keeper=arena"),
     "lean_saver": ("memory=lean", "memory.actor.optim_keeper=saver", "memory.critic.optim_keeper=saver"),
     "rebuild_saver": ("memory=rebuild", "memory.actor.optim_keeper=saver", "memory.critic.optim_keeper=saver"),
+    "many_pieces": ("memory=rebuild", "memory.piece_mib=0.03125"),
 }
 
 

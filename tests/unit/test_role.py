@@ -321,9 +321,10 @@ def test_arenas_reserved_before_a_role_is_built_have_the_size_that_it_needs():
                 first = next(iter(role.backuper.get(tag).values()))
                 assert first.data_ptr() == addresses[f"weights/{tag}"]
         role.sleep()
-        state = role._regions.host_optimizer_state
-        assert state is not None
-        assert state.data_ptr() == addresses[f"{name}/optim"]
+        keeper = role._regions.keeper_of_sleeping_state
+        pieces = keeper.host_tensors() if keeper else None
+        assert pieces
+        assert pieces[0].data_ptr() == addresses[f"{name}/optim"]
     assert not arenas._reserved
 
 
@@ -336,15 +337,17 @@ def test_the_copy_that_backup_begins_is_made_again_only_after_a_change(change):
     role = make_role("actor", "memory=lean")
     train(role)
     role.backup()
-    host_copy = role._regions._arena.copy
-    begun_early = host_copy.clone()
+    host_copies = role._regions._keeper.host_tensors()
+    begun_early = [copy.clone() for copy in host_copies]
     CHANGES[change](role)
     expected = role.weights_sha256()
-    host_copy.fill_(torch.nan)
+    for copy in host_copies:
+        copy.fill_(torch.nan)
     role.sleep()
-    assert host_copy.isnan().any() == (change == "none")
+    assert [copy.isnan().any() == (change == "none") for copy in host_copies] == [True, True]
     if change == "none":
-        host_copy.copy_(begun_early)
+        for copy, early in zip(host_copies, begun_early, strict=True):
+            copy.copy_(early)
     role.wake_up()
     assert role.weights_sha256() == expected
 
@@ -408,7 +411,8 @@ def rss_bytes():
 
 
 def region_bytes(role, *, backup=None):
-    return sum(torch_memory_saver._impl.resident_bytes(f"{role.name}/{kind}", backup=backup) for kind in KINDS)
+    tags = [tag for of_kind in role._regions._tags.values() for tag in of_kind]
+    return sum(torch_memory_saver._impl.resident_bytes(tag, backup=backup) for tag in tags)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -449,7 +453,7 @@ def test_every_tensor_of_a_sleeping_role_is_in_a_region_or_a_backup(name, overri
     train(role, lengths=(90, 5))
     role.sleep()
     arenas = [arena for arena, _ in role.backuper._tags.values()] if role.backuper else []
-    arenas = {arena._flat.data_ptr() for arena in [*arenas, role._regions._arena._arena]}
+    arenas = {arena._flat.data_ptr() for arena in [*arenas, role._regions._keeper._store._arena]}
     regions = set()
     for tensor in tensors_alive():
         storage = tensor.untyped_storage()
@@ -458,7 +462,7 @@ def test_every_tensor_of_a_sleeping_role_is_in_a_region_or_a_backup(name, overri
         region = torch_memory_saver._impl.region_of(tensor)
         assert region is not None, (tuple(tensor.shape), tensor.dtype)
         regions.add(region[0])
-    assert regions == {f"{name}/param", f"{name}/grad", f"{name}/optim"}
+    assert regions == {f"{name}/{kind}" for kind in ("param", "grad", "optim", "optim/1")}
 
 
 def test_both_buffers_of_a_critic_sleep():
@@ -472,10 +476,22 @@ def test_both_buffers_of_a_critic_sleep():
     in_buffers = {id(parameter) for buffer in ddp_buffers(critic) for parameter in buffer.params}
     rest = {name: region_of(t) for name, t in named_tensors(critic.chunks) if id(t) not in in_buffers}
     assert rest == {"rotary_pos_emb.inv_freq": ("critic/rest", True)}
-    assert region_of(critic._state.flat)[0] == "critic/optim"
+    assert [region_of(piece) for piece in critic._state.pieces] == [("critic/optim", False), ("critic/optim/1", False)]
     moments = [inner.optimizer.state[p] for inner in inner_optimizers(critic.optimizer) for p in inner.optimizer.state]
     assert len(moments) == len(in_buffers)
-    assert {region_of(tensor)[0] for both in moments for tensor in both.values()} == {"critic/optim"}
+    assert {region_of(tensor)[0] for both in moments for tensor in both.values()} == {"critic/optim/1"}
+
+
+def test_the_optimizer_state_sleeps_in_pieces_of_the_size_asked_for():
+    """32 KiB hold 8192 elements. Each larger parameter has pieces of its own."""
+    whole, cut = (make_role("critic", *options) for options in ((), ("memory.piece_mib=0.03125",)))
+    large = {param.numel() for param in cut.chunks[0].parameters() if param.numel() > 8192}
+    sizes = [piece.numel() for piece in cut._state.pieces]
+    assert large == {size for size in sizes if size > 8192}
+    assert sum(sizes[: cut._state.main_pieces]) == whole._state.pieces[0].numel()
+    assert sum(sizes) == sum(piece.numel() for piece in whole._state.pieces)
+    tags = [torch_memory_saver._impl.region_of(piece)[0] for piece in cut._state.pieces]
+    assert tags == ["critic/optim", *(f"critic/optim/{number}" for number in range(1, len(sizes)))]
 
 
 def test_asleep_bytes_are_the_same_after_every_path():
@@ -538,4 +554,4 @@ def test_offload_none_pins_nothing_sleeps_nothing_and_keeps_only_what_switching_
     assert critic.backuper is None
     assert actor.backuper.backup_tags == ("actor",)
     assert not any(arena._pinning for arena, _ in actor.backuper._tags.values())
-    assert actor._regions._arena is None
+    assert actor._regions._keeper is None

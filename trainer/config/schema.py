@@ -149,11 +149,13 @@ class RestoreConfig(Section):
 
 @dataclass
 class MemoryConfig(Section):
-    """``tags``: each rank's weights backuper keeps ``full`` tags, or its data-parallel share of them (``sharded``)."""
+    """``tags``: each rank's weights backuper keeps ``full`` tags, or its data-parallel share of them (``sharded``).
+    ``piece_mib``: size of the pieces in which the optimizer state sleeps and wakes up."""
 
     actor: RestoreConfig
     critic: RestoreConfig
     tags: str
+    piece_mib: float
     poison: bool
     retain_cpu_backup: bool
     cpu_backup_backend: str

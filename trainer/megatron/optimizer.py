@@ -1,14 +1,15 @@
-"""Megatron's optimizer and learning-rate schedule for one role, its state in one flat tensor.
+"""Megatron's optimizer and learning-rate schedule for one role, its state in a few flat tensors.
 
 megatron-core makes main params and moments as many small tensors. torch_memory_saver copies whole allocator segments,
-dead blocks included, so right after the build all of them move into one exact-size tensor in the role's region.
+dead blocks included, so right after the build all of them move into exact-size tensors. Each of those is a region: one
+by one they can leave the device while those of another role come.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,15 +29,20 @@ _STATE_KEYS = ("exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(
-    chunks: list[Any], role_config: RoleConfig, *, region: AbstractContextManager[None]
+    chunks: list[Any],
+    role_config: RoleConfig,
+    *,
+    region: Callable[[int], AbstractContextManager[None]],
+    piece_bytes: int,
 ) -> tuple[Any, OptimizerState]:
-    """Megatron's optimizer over ``chunks`` and its whole state in one flat tensor.
+    """Megatron's optimizer over ``chunks`` and its whole state in flat tensors.
 
     Args:
-        region: the flat tensor is allocated inside.
+        region: gives the context in which the flat tensor of a number is allocated.
+        piece_bytes: at most so large are they, unless a single parameter's share is larger.
     """
     optimizer = megatron_optimizer(chunks, role_config)
-    return optimizer, _rehome(optimizer, chunks, region)
+    return optimizer, _rehome(optimizer, chunks, region, piece_bytes=piece_bytes)
 
 
 def megatron_optimizer(chunks: list[Any], role_config: RoleConfig) -> Any:
@@ -98,70 +104,89 @@ def _optimized_params(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """A role's main params and moments in one flat tensor, main params first.
+    """A role's main params and moments in a few flat tensors, which sleep one by one.
 
     Attributes:
-        flat: [n] fp32.
-        main_params: (main param, first element of its view in ``flat``).
-        main_size: elements of the leading part that holds main params.
+        pieces: [n] fp32 each.
+        main_pieces: so many of them, the first ones, hold main params and nothing else.
+        main_params: (main param, its piece, its first element in there).
     """
 
-    flat: torch.Tensor
-    main_params: tuple[tuple[torch.Tensor, int], ...]
-    main_size: int
+    pieces: tuple[torch.Tensor, ...]
+    main_pieces: int
+    main_params: tuple[tuple[torch.Tensor, int, int], ...]
 
-    def share_in(self, flat: torch.Tensor, share: Share, *, weights: Mapping[str, torch.Tensor]) -> Share:
-        """``share`` with its tensors taken from ``flat`` [n], the state itself or a copy of it; a parameter that is its
-        own main param, and so not in the state, from ``weights``."""
-        storage = self.flat.untyped_storage().data_ptr()
+    def share_in(self, pieces: Sequence[torch.Tensor], share: Share, *, weights: Mapping[str, torch.Tensor]) -> Share:
+        """``share`` with its tensors taken from ``pieces``, those of the state or copies of them; a parameter that is
+        its own main param, and so not in the state, from ``weights``."""
+        numbers = {piece.untyped_storage().data_ptr(): number for number, piece in enumerate(self.pieces)}
 
         def found(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.untyped_storage().data_ptr() != storage:
+            number = numbers.get(tensor.untyped_storage().data_ptr())
+            if number is None:
                 return weights[share.name].detach().view(-1)
-            start = tensor.storage_offset() - self.flat.storage_offset()
-            return flat[start : start + tensor.numel()]
+            start = tensor.storage_offset() - self.pieces[number].storage_offset()
+            return pieces[number][start : start + tensor.numel()]
 
         return replace(share, tensors={kind: found(tensor) for kind, tensor in share.tensors.items()})
 
     @contextmanager
-    def main_params_from(self, host_state: torch.Tensor) -> Iterator[None]:
-        """Let main params read from a copy of ``host_state`` [n] on the device, while ``flat`` itself sleeps."""
-        lent = host_state[: self.main_size].to(torch.cuda.current_device(), non_blocking=True)
-        own = [param.data for param, _ in self.main_params]
+    def main_params_from(self, pieces: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let main params read from ``pieces``, copies of the first ones on the device, while the state sleeps."""
+        own = [param.data for param, _, _ in self.main_params]
         try:
-            for param, offset in self.main_params:
-                param.data = lent[offset : offset + param.numel()].view(param.shape)
+            for param, number, start in self.main_params:
+                param.data = pieces[number][start : start + param.numel()].view(param.shape)
             yield
         finally:
-            for (param, _), data in zip(self.main_params, own, strict=True):
+            for (param, _, _), data in zip(self.main_params, own, strict=True):
                 param.data = data
 
 
-def _rehome(optimizer: Any, chunks: list[Any], region: AbstractContextManager[None]) -> OptimizerState:
-    """Move main params and moments into one flat tensor of the region; every view starts 64-byte aligned.
+def _rehome(
+    optimizer: Any, chunks: list[Any], region: Callable[[int], AbstractContextManager[None]], *, piece_bytes: int
+) -> OptimizerState:
+    """Move main params and moments into the flat tensors of the state; every view starts 64-byte aligned.
 
-    An fp32 parameter's main param is a view of its parameter buffer in Megatron; here it becomes a copy in the flat
-    tensor, so that parameters of every dtype can be rebuilt from main params. Without the distributed optimizer
-    such a parameter is its own main param and stays where it is.
+    An fp32 parameter's main param is a view of its parameter buffer in Megatron; here it becomes a copy in the state,
+    so that parameters of every dtype can be rebuilt from main params. Without the distributed optimizer such a
+    parameter is its own main param and stays where it is.
     """
     model_params = {id(param) for chunk in chunks for param in chunk.parameters()}
     optimized = list(_optimized_params(optimizer))
     main_params = [param for _, param in optimized if id(param) not in model_params]
     moments = [(inner.state[param], param, key) for key in _STATE_KEYS for inner, param in optimized]
-    offsets = [0, *itertools.accumulate(_aligned(param) for param in main_params)]
-    offsets += [offsets[-1] + size for size in itertools.accumulate(_aligned(param) for _, param, _ in moments)]
-    with region:
-        flat = torch.zeros(offsets[-1], dtype=torch.float32, device=torch.cuda.current_device())
+    main_sizes, main_places = _packed(main_params, piece_bytes=piece_bytes)
+    moment_sizes, moment_places = _packed([param for _, param, _ in moments], piece_bytes=piece_bytes)
+    pieces = []
+    for number, size in enumerate((*main_sizes, *(moment_sizes or [0]))):
+        with region(number):
+            pieces.append(torch.zeros(size, dtype=torch.float32, device=torch.cuda.current_device()))
 
-    def view_at(offset: int, param: torch.Tensor) -> torch.Tensor:
-        return flat[offset : offset + param.numel()].view(param.shape)
+    def view_at(number: int, start: int, param: torch.Tensor) -> torch.Tensor:
+        return pieces[number][start : start + param.numel()].view(param.shape)
 
-    for param, offset in zip(main_params, offsets, strict=False):
-        view_at(offset, param).copy_(param.data)
-        param.data = view_at(offset, param)
-    for (state, param, key), offset in zip(moments, offsets[len(main_params) :], strict=False):
-        state[key] = view_at(offset, param)
-    return OptimizerState(flat, tuple(zip(main_params, offsets, strict=False)), offsets[len(main_params)])
+    for param, place in zip(main_params, main_places, strict=True):
+        view_at(*place, param).copy_(param.data)
+        param.data = view_at(*place, param)
+    for (state, param, key), (number, start) in zip(moments, moment_places, strict=True):
+        state[key] = view_at(len(main_sizes) + number, start, param)
+    found = ((param, *place) for param, place in zip(main_params, main_places, strict=True))
+    return OptimizerState(tuple(pieces), len(main_sizes), tuple(found))
+
+
+def _packed(params: Sequence[torch.Tensor], *, piece_bytes: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """Places for fp32 tensors of the sizes of ``params``: (elements of each piece, (piece, first element) of each
+    tensor). A piece ends before it would exceed ``piece_bytes``; a larger tensor has one of its own."""
+    sizes: list[int] = []
+    places = []
+    for param in params:
+        size = _aligned(param)
+        if not sizes or (sizes[-1] + size) * torch.float32.itemsize > piece_bytes:
+            sizes.append(0)
+        places.append((len(sizes) - 1, sizes[-1]))
+        sizes[-1] += size
+    return sizes, places
 
 
 def _aligned(param: torch.Tensor) -> int:

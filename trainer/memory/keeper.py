@@ -1,75 +1,119 @@
-"""The host copy of a role's optimizer state, in an arena of our own (``memory.<role>.optim_keeper=arena``).
+"""Keeps an optimizer state, piece by piece, while its regions sleep (``memory.<role>.optim_keeper``).
 
-The region then has no backup of the saver's: the saver only releases and maps the memory. Copies run on a side
-stream. The one to the host may start as soon as the optimizer step is done, :meth:`ArenaKeeper.finish_save` waits for
-it; the one back starts as soon as the memory is mapped and runs beside forward and backward passes, until whoever needs
-the optimizer state calls :meth:`ArenaKeeper.wait`.
+The regions have no backup of the saver's then: the saver only releases and maps their memory. A *store* holds the
+bytes (:mod:`trainer.memory.stores`). Copies run in a thread and on a stream of their own. Those to the store may start
+as soon as the optimizer step is done, those back as soon as a piece is mapped; whoever needs the state waits for them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
 import torch
 
-from trainer.memory.arena import HostArena
+Wait = Callable[[], object]
 
 
-class ArenaKeeper:
-    """Keeps ``flat`` [n], a tensor of a region without a backup, while that region sleeps; ``arena`` has its size.
-
-    Args:
-        main_size: elements of the leading part that holds main params, which comes back first.
-    """
-
-    def __init__(self, flat: torch.Tensor, *, main_size: int, arena: HostArena) -> None:
-        self._flat, self._main_size, self._arena = flat, main_size, arena
-        self._copy = self._arena.empty_like(flat)
-        self._stream = torch.cuda.Stream()
-        self._main_is_back = torch.cuda.Event()
-        self._is_saved = False
+class Store(Protocol):
+    """Where the bytes of the pieces are while they sleep. Called in the keeper's thread, on its stream."""
 
     @property
     def host_bytes(self) -> int:
-        return self._arena.size_bytes
+        """Host memory in use."""
+        ...
+
+    def start_write(self, number: int, piece: torch.Tensor) -> Wait:
+        """Begin to keep ``piece`` [n] under its number -> blocks until that is done, when called (once or more)."""
+        ...
+
+    def start_read(self, number: int, piece: torch.Tensor) -> Wait:
+        """Begin to fill ``piece`` with what was kept under its number; likewise."""
+        ...
+
+    def host_tensor(self, number: int) -> torch.Tensor | None:
+        """What is kept, if it lies in host memory as it is."""
+        ...
+
+
+class StateKeeper:
+    """Copies ``pieces``, tensors of regions without a backup, to a store and back.
+
+    A copy in the store serves until :meth:`invalidate` is called: a state that has not changed is not copied again.
+
+    Args:
+        main_pieces: so many pieces, the first ones, hold main params.
+    """
+
+    def __init__(self, pieces: Sequence[torch.Tensor], *, main_pieces: int, store: Store) -> None:
+        self._pieces, self._main_pieces, self._store = tuple(pieces), main_pieces, store
+        self._stream = torch.cuda.Stream()
+        device = torch.cuda.current_device()
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="keeper", initializer=torch.cuda.set_device, initargs=(device,)
+        )
+        self._writes: dict[int, Future[Wait]] = {}
+        self._reads: dict[int, Future[Wait]] = {}
 
     @property
-    def copy(self) -> torch.Tensor:
-        """The host copy [n], valid after :meth:`finish_save`."""
-        return self._copy
+    def host_bytes(self) -> int:
+        return self._store.host_bytes
 
     def start_save(self) -> None:
-        """Begin copying to the host, after everything queued so far, unless that was begun and :meth:`invalidate` not
-        called since; the tensor must not change until it is saved."""
-        if self._is_saved:
-            return
-        self._arena.wait_until_ready()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._copy.copy_(self._flat, non_blocking=True)
-        self._is_saved = True
+        """Begin to copy to the store what has changed, after all work queued so far; the state must not change until it
+        is saved."""
+        self.wait()
+        for number, piece in enumerate(self._pieces):
+            if number not in self._writes:
+                self._writes[number] = self._submit(self._store.start_write, number, piece)
 
-    def finish_save(self) -> None:
-        """Wait until the host copy is complete (starting it first if nobody has)."""
-        self.start_save()
-        self._stream.synchronize()
-        self._is_saved = False
+    def finish_save(self, number: int) -> None:
+        """Wait until the store has a piece (starting the copies first if nobody has)."""
+        if number not in self._writes:
+            self.start_save()
+        self._writes[number].result()()
 
     def invalidate(self) -> None:
-        """The tensor may change from now on on the current stream: a copy started earlier is worth nothing any more."""
+        """The state may change from now on: copies made earlier are worth nothing any more."""
         self.wait()
-        self._is_saved = False
+        for number in self._writes:
+            self.finish_save(number)
+        self._writes.clear()
 
-    def start_restore(self) -> None:
-        """Begin copying back."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._flat[: self._main_size].copy_(self._copy[: self._main_size], non_blocking=True)
-            self._main_is_back.record()
-            self._flat[self._main_size :].copy_(self._copy[self._main_size :], non_blocking=True)
+    def start_restore(self, number: int) -> None:
+        """Begin to copy a mapped piece back."""
+        self._reads[number] = self._submit(self._store.start_read, number, self._pieces[number])
 
     def wait(self, *, main_params_only: bool = False) -> None:
-        """Work queued on the current stream from now on finds the tensor restored (or its main params alone, which it
-        may only read), and no copy of it under way."""
-        if main_params_only:
-            torch.cuda.current_stream().wait_event(self._main_is_back)
-        else:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        """Block until every mapped piece (or those with main params alone, which the caller may only read) is back."""
+        for number in sorted(self._reads):
+            if not main_params_only or number < self._main_pieces:
+                self._reads.pop(number).result()()
+
+    def read_main_params(self) -> list[torch.Tensor]:
+        """Copies of the pieces with main params, made on the device from the store, for a state that sleeps."""
+        copies = [torch.empty_like(piece) for piece in self._pieces[: self._main_pieces]]
+        reads = [self._submit(self._store.start_read, number, copy) for number, copy in enumerate(copies)]
+        for read in reads:
+            read.result()()
+        return copies
+
+    def host_tensors(self) -> list[torch.Tensor] | None:
+        """The store's copies of a sleeping state, if they lie in host memory as they are."""
+        for number in self._writes:
+            self.finish_save(number)
+        found = [self._store.host_tensor(number) for number in range(len(self._pieces))]
+        tensors = [tensor for tensor in found if tensor is not None]
+        return tensors if len(tensors) == len(found) else None
+
+    def _submit(self, start: Callable[[int, torch.Tensor], Wait], number: int, piece: torch.Tensor) -> Future[Wait]:
+        queued = torch.cuda.Event()
+        queued.record(torch.cuda.current_stream())
+
+        def run() -> Wait:
+            self._stream.wait_event(queued)
+            with torch.cuda.stream(self._stream):
+                return start(number, piece)
+
+        return self._thread.submit(run)

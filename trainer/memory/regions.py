@@ -1,82 +1,95 @@
-"""One role's regions: which sleep and wake up, in which order, by which keeper, and the record of it."""
+"""One role's regions: which sleep and wake up, in which order, by which keeper, and the record of it.
+
+A buffer kind is one region; the optimizer state is one for each of its pieces.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from trainer.memory.arena import HostArena, HostArenas
-from trainer.memory.keeper import ArenaKeeper
+from trainer.memory.keeper import StateKeeper
 from trainer.memory.saver import RegionBytes, Saver
+from trainer.memory.stores import ArenaStore
 from trainer.plan import NO_BUFFER, Plan, PlanRow
 
 MemoryObserver = Callable[[dict[str, Any]], None]
 
 
 class RoleRegions:
-    """The regions of one role, under the saver; the optimizer state may have an arena of its own as keeper."""
+    """The regions of one role, under the saver; the optimizer state may have a keeper of its own."""
 
     def __init__(self, role: str, *, plan: Plan, saver: Saver, observer: MemoryObserver) -> None:
         self._rows = {row.kind: row for row in plan.of_role(role) if row.keeper != NO_BUFFER}
+        self._tags = {kind: [row.tag] for kind, row in self._rows.items() if kind != "optim"} | {"optim": []}
         self._saver, self._observe, self._role = saver, observer, role
-        self._arena: ArenaKeeper | None = None
+        self._keeper: StateKeeper | None = None
 
     def region(self, kind: str) -> AbstractContextManager[None]:
         """Allocate the buffers of ``kind`` inside."""
         row = self._rows[kind]
         return self._saver.region(row.tag, backup=row.saver_backup)
 
+    def optimizer_region(self, number: int) -> AbstractContextManager[None]:
+        """Allocate a piece of the optimizer state inside; further ones have a number in their tag."""
+        row = self._rows["optim"]
+        tag = f"{row.tag}/{number}" if number else row.tag
+        self._tags["optim"].append(tag)
+        return self._saver.region(tag, backup=row.saver_backup)
+
     def ddp_buffers(self) -> AbstractContextManager[None]:
         """Build Megatron's DDP inside."""
         return self._saver.buffers_of(self._role)
 
-    def keep_in_arena(self, optimizer_state: torch.Tensor, *, main_size: int, arenas: HostArenas) -> None:
-        """Make an arena the keeper of the optimizer state, where the plan says so; ``main_size`` as for
-        :class:`~trainer.memory.keeper.ArenaKeeper`."""
+    def keep_optimizer_state(self, pieces: Sequence[torch.Tensor], *, main_pieces: int, arenas: HostArenas) -> None:
+        """Give the optimizer state the keeper that the plan names, if that is not the saver; ``main_pieces`` as for
+        :class:`~trainer.memory.keeper.StateKeeper`."""
         row = self._rows["optim"]
         if row.keeper == "arena":
-            arena = arenas.take(row.tag, HostArena.bytes_needed([optimizer_state]))
-            self._arena = ArenaKeeper(optimizer_state, main_size=main_size, arena=arena)
+            arena = arenas.take(row.tag, HostArena.bytes_needed(pieces))
+            self._keeper = StateKeeper(pieces, main_pieces=main_pieces, store=ArenaStore(pieces, arena))
 
     def prepare_sleep(self) -> None:
         """Let the saver page-lock the host buffers that it keeps now, while models are built, and not in a sleep."""
         if self._saver.keeps_host_buffers:
-            for row in self._rows.values():
-                if row.saver_backup:
-                    self._saver.sleep(row.tag)
-                    self._saver.wake_up(row.tag)
+            for kind, row in self._rows.items():
+                for tag in self._tags[kind] if row.saver_backup else ():
+                    self._saver.sleep(tag)
+                    self._saver.wake_up(tag)
 
     @property
-    def host_optimizer_state(self) -> torch.Tensor | None:
-        """The arena's copy of the sleeping optimizer state; None if it is awake or the saver keeps it."""
-        return self._arena.copy if self._arena is not None and self.is_asleep("optim") else None
+    def keeper_of_sleeping_state(self) -> StateKeeper | None:
+        """Who has the sleeping optimizer state; None if it is awake or the saver keeps it."""
+        return self._keeper if self.is_asleep("optim") else None
 
     def is_asleep(self, kind: str) -> bool:
-        return kind in self._rows and self._saver.is_asleep(self._rows[kind].tag)
+        """Whether ``kind`` sleeps, all or, after a sleep or wake-up that failed, some of it."""
+        return kind in self._rows and any(map(self._saver.is_asleep, self._tags[kind]))
 
     def start_saving(self) -> None:
         """Begin what of a coming sleep can overlap with other work: nothing changes the optimizer state until then."""
-        if self._arena is not None and not self.is_asleep("optim"):
-            self._arena.start_save()
+        if self._keeper is not None and not self.is_asleep("optim"):
+            self._keeper.start_save()
 
     def will_change(self) -> None:
         """Whoever changes the awake optimizer state calls this first; it waits for copies like
         :meth:`wait_for_optimizer_state`."""
-        if self._arena is not None:
-            self._arena.invalidate()
+        if self._keeper is not None:
+            self._keeper.invalidate()
 
     def wait_for_optimizer_state(self, *, main_params_only: bool = False) -> None:
         """Whoever reads the awake optimizer state calls this first: it may still be on its way back."""
-        if self._arena is not None:
-            self._arena.wait(main_params_only=main_params_only)
+        if self._keeper is not None:
+            self._keeper.wait(main_params_only=main_params_only)
 
     def sleep(self, kinds: Collection[str], *, backuper_bytes: Mapping[str, int]) -> None:
         """Release those of ``kinds`` that are awake. ``backuper_bytes``: kind -> what the backuper keeps for it."""
-        awake = [row for kind, row in self._rows.items() if kind in kinds and not self.is_asleep(kind)]
+        awake = [row for kind, row in self._rows.items() if kind in kinds and self._tags_that(kind, sleep=False)]
         if awake:
             self._saver.wait_for_device()
         if "optim" in kinds:
@@ -88,7 +101,7 @@ class RoleRegions:
         """Map those of ``kinds`` that are asleep. Raises MemoryError, with all of them still asleep, if one does not
         fit."""
         asleep = [row for kind, row in self._rows.items() if kind in kinds and self.is_asleep(kind)]
-        self._saver.check_room([row.tag for row in asleep])
+        self._saver.check_room([tag for row in asleep for tag in self._tags_that(row.kind, sleep=True)])
         for row in sorted(asleep, key=lambda row: row.kind != "optim"):  # the others are mapped while its copy runs
             self._timed(row, "awake", self._map, backuper_bytes)
 
@@ -103,15 +116,27 @@ class RoleRegions:
             sizes = {"released_bytes": 0, "backup_bytes": 0}
             self.record(kind, state="restored", flag=row.flag, keeper=row.keeper, seconds=seconds, **sizes)
 
+    def _tags_that(self, kind: str, *, sleep: bool) -> list[str]:
+        return [tag for tag in self._tags[kind] if self._saver.is_asleep(tag) == sleep]
+
     def _release(self, row: PlanRow) -> RegionBytes:
-        if row.kind == "optim" and self._arena is not None:
-            self._arena.finish_save()
-        return self._saver.sleep(row.tag, wait=False)
+        sizes = RegionBytes(0, 0)
+        for number, tag in enumerate(self._tags[row.kind]):
+            if self._saver.is_asleep(tag):
+                continue
+            if row.kind == "optim" and self._keeper is not None:
+                self._keeper.finish_save(number)
+            sizes += self._saver.sleep(tag, wait=False)
+        return sizes
 
     def _map(self, row: PlanRow) -> RegionBytes:
-        sizes = self._saver.wake_up(row.tag)
-        if row.kind == "optim" and self._arena is not None:
-            self._arena.start_restore()
+        sizes = RegionBytes(0, 0)
+        for number, tag in enumerate(self._tags[row.kind]):
+            if not self._saver.is_asleep(tag):
+                continue
+            sizes += self._saver.wake_up(tag)
+            if row.kind == "optim" and self._keeper is not None:
+                self._keeper.start_restore(number)
         return sizes
 
     def _timed(
@@ -122,8 +147,8 @@ class RoleRegions:
         if not self._saver.sleeps:
             return
         backup_bytes = sizes.backup_bytes + backuper_bytes.get(row.kind, 0)
-        if row.kind == "optim" and self._arena is not None:
-            backup_bytes += self._arena.host_bytes
+        if row.kind == "optim" and self._keeper is not None:
+            backup_bytes += self._keeper.host_bytes
         self.record(
             row.kind,
             state=state,

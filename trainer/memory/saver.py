@@ -23,6 +23,9 @@ class RegionBytes:
     released_bytes: int
     backup_bytes: int
 
+    def __add__(self, other: RegionBytes) -> RegionBytes:
+        return RegionBytes(self.released_bytes + other.released_bytes, self.backup_bytes + other.backup_bytes)
+
 
 class Saver(Protocol):
     """Sleep and wake-up of tagged regions of device memory."""

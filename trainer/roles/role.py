@@ -27,6 +27,7 @@ from trainer.roles.backuper import TensorBackuper
 
 TRAINING = frozenset(KINDS)
 FORWARD = frozenset({"param"})
+MIB = 2**20
 
 
 class Role:
@@ -66,9 +67,12 @@ class Role:
         ]
         move_rest(self.chunks, self._regions.region("rest"))
         self.optimizer, self._state = optimizers.build_optimizer(
-            self.chunks, self.config, region=self._regions.region("optim")
+            self.chunks,
+            self.config,
+            region=self._regions.optimizer_region,
+            piece_bytes=int(config.memory.piece_mib * MIB),
         )
-        self._regions.keep_in_arena(self._state.flat, main_size=self._state.main_size, arenas=arenas)
+        self._regions.keep_optimizer_state(self._state.pieces, main_pieces=self._state.main_pieces, arenas=arenas)
         self._set_param_hooks(enabled=False)
         self.backuper: TensorBackuper | None = None
         self._active_tag: str | None = name
@@ -127,7 +131,7 @@ class Role:
         self._check_tag(tag)
         kinds = self._with_rest(kinds)
         needs_main_params = "param" in kinds and self._rebuilds and tag == self.name
-        if needs_main_params and self._regions.host_optimizer_state is None:
+        if needs_main_params and self._regions.keeper_of_sleeping_state is None:
             kinds = kinds | {"optim"}
         self._regions.wake_up(kinds, backuper_bytes=self._backuper_bytes())
         if "param" in kinds and self._active_tag != tag:
@@ -151,19 +155,20 @@ class Role:
         :func:`trainer.megatron.optimizer.shares` names.
         What host memory holds of a sleeping role is read there, and only the rest wakes up.
         """
-        flat, backed_up = self._regions.host_optimizer_state, None
+        keeper, backed_up = self._regions.keeper_of_sleeping_state, None
+        pieces = keeper.host_tensors() if keeper is not None else None
         if self.backuper is not None and self.name in self.backuper.backup_tags and self.is_asleep("rest"):
             backed_up = self.backuper.get(self.name)
         try:
-            self.wake_up(kinds=(FORWARD if backed_up is None else set()) | ({"optim"} if flat is None else set()))
-            if flat is None:
+            self.wake_up(kinds=(FORWARD if backed_up is None else set()) | ({"optim"} if pieces is None else set()))
+            if pieces is None:
                 self._regions.wait_for_optimizer_state()
-                flat = self._state.flat
+                pieces = self._state.pieces
             own = dict(named_tensors(self.chunks))
             weights = _shares_of(own) if backed_up is None else self._shares_of_tag(self.name, kind="weights")
             found = own if backed_up is None else backed_up
             state = [
-                self._state.share_in(flat, share, weights=found) for share in optimizers.shares(self.optimizer, own)
+                self._state.share_in(pieces, share, weights=found) for share in optimizers.shares(self.optimizer, own)
             ]
             yield [*weights, *self._shares_of_further_tags(), *state]
         finally:
@@ -198,7 +203,7 @@ class Role:
         """Put the weights of ``tag`` into the awake parameters, e.g. "ref" and back to "actor"."""
         self.require(FORWARD)
         self._check_tag(tag)
-        if tag == self.name and self._rebuilds and self._regions.host_optimizer_state is None:
+        if tag == self.name and self._rebuilds and self._regions.keeper_of_sleeping_state is None:
             self.require({"optim"})
         self._backup_if_trained()
         self._switch_model(tag)
@@ -214,9 +219,9 @@ class Role:
         self._active_tag = tag
 
     def _rebuild_params(self) -> None:
-        host_state = self._regions.host_optimizer_state
+        keeper = self._regions.keeper_of_sleeping_state
         self._regions.wait_for_optimizer_state(main_params_only=True)
-        with nullcontext() if host_state is None else self._state.main_params_from(host_state):
+        with nullcontext() if keeper is None else self._state.main_params_from(keeper.read_main_params()):
             optimizers.copy_main_to_model_params(self.optimizer, self.chunks)
 
     def _check_tag(self, tag: str) -> None:
@@ -370,7 +375,8 @@ class Role:
         for name, tensor in named_tensors(self.chunks):
             digest.update(name.encode())
             digest.update(_bytes_of(tensor))
-        digest.update(_bytes_of(self._state.flat))
+        for piece in self._state.pieces:
+            digest.update(_bytes_of(piece))
         return digest.hexdigest()
 
 

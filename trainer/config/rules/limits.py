@@ -87,6 +87,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "checkpoint.every_steps": (1, None),
     "checkpoint.keep_last": (1, None),
     "platform.peak_tflops": (1e-6, None),
+    "memory.piece_mib": (2**-10, None),
     "launch.nproc": (1, None),
     "launch.nnodes": (1, None),
     "launch.node_rank": (0, None),
