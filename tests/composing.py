@@ -4,6 +4,8 @@ from hydra import compose, initialize_config_module
 
 from trainer.config import compose as configuration
 from trainer.config.schema import Config
+from trainer.plan.footprint import Footprint, footprint
+from trainer.rollout.engines import planned_bytes
 
 # Seconds-long runs of everything: small enough for a test, real at every point.
 SMALL = (
@@ -34,3 +36,9 @@ def composed(*overrides: str):
 def config_of(*overrides: str) -> Config:
     """The validated Config of ``python -m trainer <overrides>``."""
     return configuration.to_config(composed(*overrides))
+
+
+def footprint_of(config: Config, *, vocab_size: int, stage: int | None = None) -> Footprint:
+    """The planned bytes of a run, its engine's among them."""
+    engine = planned_bytes(config, vocab_size=vocab_size)
+    return footprint(config, vocab_size=vocab_size, engine=engine, stage=stage)

@@ -1,5 +1,6 @@
 """Real roles of a tiny model in this process, and batches for them to work on."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,9 @@ from torch import Tensor
 import patches
 from tests.composing import SMALL, config_of
 from tests.megatron_world import one_rank_world
+from trainer.config.pieces import make_estimator
 from trainer.config.schema import Config
+from trainer.data.batch import Experience, RolloutBatch
 from trainer.megatron import optimizer
 from trainer.megatron.build import named_tensors
 from trainer.memory.arena import HostArenas
@@ -19,6 +22,8 @@ from trainer.memory.saver import make_saver
 from trainer.plan import make_plan
 from trainer.roles.role import Role
 from trainer.training import step
+from trainer.training.experience import Judgement, experience_of
+from trainer.training.micro_batches import Split
 
 VOCAB_SIZE = 64
 POLICIES = ("full", "no_grads", "lean", "rebuild")
@@ -76,26 +81,44 @@ def normal(shape: Any, *, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_batch(lengths: list[int], *, prompt: int = 3, seed: int = 0) -> dict[str, Tensor]:
-    """Random sequences with responses of these lengths, padding with id 0, and something for every loss to read."""
+def make_batch(lengths: list[int], *, prompt: int = 3, seed: int = 0, **given: Tensor) -> Experience:
+    """Random sequences with responses of these lengths, padding with id 0, and something for every loss to read, save
+    what is ``given``."""
     shape = (len(lengths), prompt + max(lengths) + 1)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, VOCAB_SIZE, shape, generator=generator)
     column, length = torch.arange(shape[1])[None], torch.tensor(lengths)[:, None]
     mask = ((column >= prompt) & (column < prompt + length))[:, 1:]
     per_token = (shape[0], shape[1] - 1)
-    return {
-        "tokens": tokens.where(column < prompt + length, 0),
-        "response_mask": mask,
-        "old_log_probs": torch.full(per_token, -4.0).where(mask, 0.0),
-        "ref_log_probs": torch.full(per_token, -4.1).where(mask, 0.0),
-        "advantages": normal(per_token, seed=seed + 1).where(mask, 0.0),
-        "values": normal(per_token, seed=seed + 2).where(mask, 0.0),
-        "returns": normal(per_token, seed=seed + 3).where(mask, 0.0),
-    }
+    made = Experience(
+        tokens=tokens.where(column < prompt + length, 0),
+        response_mask=mask,
+        engine_log_probs=torch.full(per_token, -4.0).where(mask, 0.0),
+        truncated=torch.zeros(len(lengths), dtype=torch.bool),
+        scores=torch.zeros(len(lengths)),
+        weights_step=0,
+        ref_log_probs=torch.full(per_token, -4.1).where(mask, 0.0),
+        old_log_probs=torch.full(per_token, -4.0).where(mask, 0.0),
+        entropy=torch.zeros(per_token),
+        kl=torch.zeros(per_token),
+        advantages=normal(per_token, seed=seed + 1).where(mask, 0.0),
+        values=normal(per_token, seed=seed + 2).where(mask, 0.0),
+        returns=normal(per_token, seed=seed + 3).where(mask, 0.0),
+    )
+    return dataclasses.replace(made, **given)
 
 
-def loss_of(role: Role, *overrides: str) -> step.Loss:
+def credited(batch: Experience, values: Tensor | None, *overrides: str, kl_coef: float = 0.0) -> Experience:
+    """``batch`` with advantages of its own log-probs and scores, and of a critic's ``values`` [n, s]."""
+    config = small_config(*overrides)
+    drawn = {field.name: getattr(batch, field.name) for field in dataclasses.fields(RolloutBatch)}
+    judged = Judgement(batch.ref_log_probs, batch.old_log_probs, batch.entropy, values)
+    return experience_of(
+        RolloutBatch(**drawn), judged, settings=config.algo, estimator=make_estimator(config), kl_coef=kl_coef
+    )
+
+
+def loss_of(role: Role, *overrides: str) -> step.Loss[Experience]:
     """PPO's loss for the role."""
     settings = small_config(*overrides).algo
     if role.name == "critic":
@@ -107,7 +130,7 @@ def train(role: Role, *, lr: float = 1e-2, steps: int = 1, lengths: tuple[int, .
     """PPO steps on random sequences; the weights move."""
     for number in range(steps):
         optimizer.set_learning_rate(role.optimizer, lr)
-        sums = step.train_minibatch(role, make_batch(list(lengths), seed=number), loss_of(role), micro_batch_size=2)
+        sums = step.train_minibatch(role, make_batch(list(lengths), seed=number), loss_of(role), split=Split(2))
         assert sums["skipped"] == 0.0
 
 

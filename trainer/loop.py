@@ -1,6 +1,8 @@
 """The training loop, top to bottom: a supervised warm-up of the actor, then PPO steps.
 
-    rollout -> score -> values -> advantages -> train critic -> train actor (which is backed up) -> report -> checkpoint
+    collect: sync -> rollout -> log-probs -> values -> advantages
+    learn:   train critic -> train actor (which is backed up)
+    then:    report -> checkpoint
 
 Algorithms without a critic (GRPO and the like) leave out the two phases that are the critic's.
 Whoever is not at work sleeps; a forward-only phase wakes parameters alone.
@@ -15,26 +17,25 @@ from typing import Any
 
 from torch import Tensor
 
-from patches.reloadable_groups import destroyed as process_groups_destroyed
 from trainer.algo.estimators import AdvantageEstimator
 from trainer.algo.kl import next_kl_coef
 from trainer.checkpoint.state import Checkpoints
 from trainer.common.seeds import seed_for
 from trainer.config.schema import AlgoConfig, Config
+from trainer.data.batch import Experience
 from trainer.data.prompts import Prompts
 from trainer.measure import metrics, throughput
 from trainer.measure.diagnostics import StepTraces
 from trainer.measure.phases import Phases
 from trainer.megatron import optimizer
 from trainer.megatron.groups import combined_digest, data_parallel_rank, sum_over_ranks
-from trainer.megatron.sharding import OUTPUT, named_tensors, whole_tensors
-from trainer.models.hf_bridge import to_hf
+from trainer.megatron.sharding import OUTPUT, named_tensors
 from trainer.report import Progress, RunRecords
 from trainer.roles.backuper import LazyTensors
 from trainer.roles.role import FORWARD, Role
-from trainer.rollout.hf import HfEngine
+from trainer.rollout.base import RolloutEngine
 from trainer.training import step
-from trainer.training.experience import add_advantages, agreed_responses, batch_of
+from trainer.training.experience import Judgement, agreed_responses, experience_of, rollout_batch
 from trainer.training.micro_batches import Split
 
 
@@ -47,7 +48,7 @@ class Run:
     estimator: AdvantageEstimator
     actor: Role
     critic: Role | None
-    engine: HfEngine
+    engine: RolloutEngine
     phases: Phases
     vocab_size: int
 
@@ -118,7 +119,7 @@ def warm_up(run: Run, outputs: Outputs) -> None:
         for number in range(1, settings.warmup_steps + 1):
             optimizer.set_learning_rate(actor.optimizer, settings.warmup_lr)
             batch = run.prompts.supervised_batch(number)
-            sums = step.train_minibatch(actor, batch, loss, **split_of(settings))
+            sums = step.train_minibatch(actor, batch, loss, split=Split.of_training(settings))
             if outputs.progress:
                 mean = sums["loss_sum"] / sums["loss_count"]
                 outputs.progress.warm_up(number, total=settings.warmup_steps, loss=mean)
@@ -139,65 +140,77 @@ def start_critic_from(weights: Mapping[str, Tensor], critic: Role) -> None:
 
 def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: float) -> dict[str, float]:
     """One step: from prompts to trained critic and actor."""
-    config, settings, phases = run.config, run.config.algo, run.phases
-    actor, critic = run.actor, run.critic
-    split: Split = {**split_of(settings), "minibatches": settings.minibatches}
-    scoring = {"temperature": config.rollout.temperature, "vocab_size": run.vocab_size, **split}
-
-    with phases.phase("sync", step=number):
-        _sync_engine(run)
-    with phases.phase("rollout", step=number):
-        examples = run.prompts.for_step(number)
-        prompts = run.prompts.encode(examples)
-        seed = seed_for(config.seed, "rollout", step=number, rank=data_parallel_rank())
-        with process_groups_destroyed():
-            responses = run.engine.generate(prompts, seed=seed)
-        run.engine.sleep()
-        if config.parallel.model_ranks > 1:
-            responses = agreed_responses(responses)
-        batch = batch_of(responses, run.prompts.scores(responses.texts, examples))
-    with phases.phase("ref_log_probs", step=number), actor.awake(kinds=FORWARD, tag="ref"):
-        batch["ref_log_probs"], _ = step.log_probs(actor, batch, **scoring)
-    with phases.phase("log_probs", step=number), actor.awake(kinds=FORWARD):
-        batch["old_log_probs"], entropy = step.log_probs(actor, batch, **scoring)
-    values = critic_sums = actor_sums = None
-    if critic:
-        with phases.phase("values", step=number), critic.awake(kinds=FORWARD):
-            values = step.values(critic, batch, **split)
-    with phases.phase("advantages", step=number):
-        kl = add_advantages(config, batch, values, estimator=run.estimator, kl_coef=kl_coef)
-    if critic:
-        with phases.phase("train_critic", step=number), critic.awake():
-            critic_sums = _train(run, critic, batch, step.value_loss(settings), number, schedules["critic"])
-    if number > settings.critic_warmup_steps:
-        with phases.phase("train_actor", step=number), actor.awake():
-            loss = step.policy_loss(
-                settings, temperature=config.rollout.temperature, vocab_size=run.vocab_size, kl_coef=kl_coef
-            )
-            actor_sums = _train(run, actor, batch, loss, number, schedules["actor"])
-            actor.backup()
-    with phases.phase("report", step=number):
-        phases.rate_with(throughput.of_step(config, batch, vocab_size=run.vocab_size).rates)
+    experience = collect(run, number, kl_coef=kl_coef)
+    learnt = learn(run, experience, number, schedules=schedules, kl_coef=kl_coef)
+    with run.phases.phase("report", step=number):
+        run.phases.rate_with(throughput.of_step(run.config, experience, vocab_size=run.vocab_size).rates)
         return {
-            **metrics.of_rollout(batch, responses, kl=kl, entropy=entropy),
-            **metrics.of_critic(critic_sums),
-            **metrics.of_actor(actor_sums),
+            **metrics.of_rollout(experience),
+            **learnt,
             "kl_coef": kl_coef,
             **{f"{name}/lr": optimizer.learning_rate(role.optimizer) for name, role in run.roles.items()},
         }
 
 
+def collect(run: Run, number: int, *, kl_coef: float) -> Experience:
+    """Responses to the prompts of step ``number``, judged by all models and credited."""
+    config, phases, actor, critic = run.config, run.phases, run.actor, run.critic
+    split = Split.of_scoring(config.algo)
+    scoring = {"temperature": config.rollout.temperature, "vocab_size": run.vocab_size, "split": split}
+
+    if run.engine.has_own_weights:
+        with phases.phase("sync", step=number):
+            run.engine.sync(actor)
+    with phases.phase("rollout", step=number):
+        examples = run.prompts.for_step(number)
+        seed = seed_for(config.seed, "rollout", step=number, rank=data_parallel_rank())
+        with run.engine.awake():
+            responses = run.engine.generate(run.prompts.encode(examples), seed=seed)
+        if config.parallel.model_ranks > 1:
+            responses = agreed_responses(responses)
+        scores = run.prompts.scores(responses.texts, examples)
+        drawn = rollout_batch(responses, scores=scores, weights_step=number - 1)
+    with phases.phase("ref_log_probs", step=number), actor.awake(kinds=FORWARD, tag="ref"):
+        ref_log_probs, _ = step.log_probs(actor, drawn, **scoring)
+    with phases.phase("log_probs", step=number), actor.awake(kinds=FORWARD):
+        old_log_probs, entropy = step.log_probs(actor, drawn, **scoring)
+    values = None
+    if critic:
+        with phases.phase("values", step=number), critic.awake(kinds=FORWARD):
+            values = step.values(critic, drawn, split=split)
+    with phases.phase("advantages", step=number):
+        judged = Judgement(ref_log_probs, old_log_probs, entropy, values)
+        return experience_of(drawn, judged, settings=config.algo, estimator=run.estimator, kl_coef=kl_coef)
+
+
+def learn(
+    run: Run, experience: Experience, number: int, *, schedules: Mapping[str, Any], kl_coef: float
+) -> dict[str, float]:
+    """Train the critic, then the actor, on the experience of step ``number``; what the metrics say of it."""
+    settings, phases, actor, critic = run.config.algo, run.phases, run.actor, run.critic
+    critic_sums = actor_sums = None
+    if critic:
+        with phases.phase("train_critic", step=number), critic.awake():
+            critic_sums = _train(run, critic, experience, step.value_loss(settings), number, schedules["critic"])
+    if number > settings.critic_warmup_steps:
+        with phases.phase("train_actor", step=number), actor.awake():
+            temperature = run.config.rollout.temperature
+            loss = step.policy_loss(settings, temperature=temperature, vocab_size=run.vocab_size, kl_coef=kl_coef)
+            actor_sums = _train(run, actor, experience, loss, number, schedules["actor"])
+            actor.backup()
+    return {**metrics.of_critic(critic_sums), **metrics.of_actor(actor_sums)}
+
+
 def evaluate(run: Run, *, at_step: int) -> float:
     """Mean verdict of the task on greedy responses to the held-out questions."""
     with run.phases.phase("evaluate", step=at_step):
-        _sync_engine(run)
+        run.engine.sync(run.actor)
         examples = run.prompts.heldout(run.config.algo.heldout_prompts)
         scores: Sequence[float] = ()
-        with process_groups_destroyed():
+        with run.engine.awake():
             if examples:
                 responses = run.engine.generate(run.prompts.encode(examples), seed=0, greedy=True)
                 scores = run.prompts.verdicts(responses.texts, examples)
-        run.engine.sleep()
         sums = sum_over_ranks({"score": sum(scores), "count": len(scores)})
     return sums["score"] / sums["count"]
 
@@ -208,30 +221,16 @@ def _needs_accuracy(settings: AlgoConfig, number: int, checkpoints: Checkpoints 
     return is_due or (checkpoints is not None and checkpoints.needs_accuracy(number))
 
 
-def _sync_engine(run: Run) -> None:
-    """Wake the engine with the actor's weights; the actor sleeps again afterwards."""
-    model = run.actor.config.model
-    with run.actor.awake(kinds=FORWARD):
-        run.engine.wake_up(to_hf(whole_tensors(run.actor.chunks), model=model))
-
-
 def _train(
-    run: Run, role: Role, batch: Mapping[str, Tensor], loss: step.Loss, number: int, schedule: Any
+    run: Run, role: Role, experience: Experience, loss: step.Loss[Experience], number: int, schedule: Any
 ) -> list[dict[str, float]]:
     """All optimizer steps of one PPO step; the reported sums of each, first to last."""
-    settings = run.config.algo
-    results = []
-    for epoch in range(settings.epochs):
-        for rows in run.prompts.minibatch_rows(len(batch["tokens"]), step=number, epoch=epoch):
-            minibatch = step.select(batch, rows.to(batch["tokens"].device))
-            results.append(step.train_minibatch(role, minibatch, loss, **split_of(settings)))
+    split, results = Split.of_training(run.config.algo), []
+    for epoch in range(run.config.algo.epochs):
+        for rows in run.prompts.minibatch_rows(len(experience), step=number, epoch=epoch):
+            results.append(step.train_minibatch(role, experience.select(rows), loss, split=split))
             schedule.step(1)
     return results
-
-
-def split_of(settings: AlgoConfig) -> Split:
-    """How training splits a minibatch."""
-    return {"micro_batch_size": settings.micro_batch_size, "micro_batch_tokens": settings.micro_batch_tokens}
 
 
 def _schedules(run: Run) -> dict[str, Any]:

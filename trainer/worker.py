@@ -20,6 +20,8 @@ from trainer.config.schema import Config
 from trainer.megatron import platform
 from trainer.plan import make_plan
 from trainer.plan.footprint import footprint, plan_rows
+from trainer.plan.holdings import arena_bytes
+from trainer.rollout.engines import make_engine, planned_bytes
 
 if TYPE_CHECKING:
     from trainer.loop import Run as LoopRun
@@ -89,9 +91,10 @@ def run(job: Job) -> dict[str, Any]:
             "attention": _of_roles(job.config, "attention_backend"),
             "patches": ", ".join(line.partition(":")[0] for line in patch_lines),
         }
-        plan = plan_rows(footprint(job.config, vocab_size=parts.vocab_size, stage=0))  # the writer's own
+        engine = planned_bytes(job.config, vocab_size=parts.vocab_size)
+        of_writer = footprint(job.config, vocab_size=parts.vocab_size, engine=engine, stage=0)
         try:
-            write_report(job.directory, config=to_plain(job.config), summary=summary, plan=plan)
+            write_report(job.directory, config=to_plain(job.config), summary=summary, plan=plan_rows(of_writer))
         except UnwritableFile as error:  # the job has finished all the same: its records are whole
             print(f"no report: {error}", file=sys.stderr)
     return result
@@ -113,12 +116,11 @@ def _as_on_node_0(job: Job) -> Job:
 
 def export(parts: LoopRun, folder: Path | None) -> None:
     """Write the actor as a Hugging Face folder. Collective; ranks that give no folder only add their parts."""
-    from trainer.megatron.sharding import whole_tensors
     from trainer.models.hf_files import save_hf
     from trainer.roles.role import FORWARD
 
     with parts.actor.awake(kinds=FORWARD):
-        weights = whole_tensors(parts.actor.chunks)
+        weights = parts.actor.whole_weights()
         if folder is not None:
             model, tokenizer = parts.actor.config.model, parts.prompts.tokenizer
             save_hf(weights, model=model, tokenizer=tokenizer, folder=folder)
@@ -159,7 +161,6 @@ def build(config: Config, phases: Phases) -> LoopRun:
     from trainer.models.hf_bridge import from_hf
     from trainer.models.hf_files import SafetensorsFolder
     from trainer.roles.role import Role
-    from trainer.rollout.hf import HfEngine
     from trainer.tasks.tokenizer import load_tokenizer
 
     task = make_task(config)
@@ -167,7 +168,7 @@ def build(config: Config, phases: Phases) -> LoopRun:
     saver = make_saver(config)
     plan = make_plan(config)
     arenas = HostArenas.of(config)
-    arenas.reserve(footprint(config, vocab_size=len(tokenizer), stage=pipeline_rank()).arenas)
+    arenas.reserve(arena_bytes(config, vocab_size=len(tokenizer), stage=pipeline_rank()))
     prompts = Prompts(config, task=task, tokenizer=tokenizer)
     paths = starting_points(config)
     roles = {}
@@ -186,10 +187,7 @@ def build(config: Config, phases: Phases) -> LoopRun:
             state = SafetensorsFolder(Path(paths[name]))
             roles[name].load_whole_weights(from_hf(state, model=roles[name].config.model, value_head=name == "critic"))
         roles[name].sleep()  # before the next one is built, so that one at a time has to fit
-    engine = HfEngine(
-        roles["actor"].config.model, config.rollout, tokenizer=tokenizer, saver=saver, observer=phases.observe
-    )
-    engine.sleep()
+    engine = make_engine(config, actor=roles["actor"], tokenizer=tokenizer, saver=saver, observer=phases.observe)
     return Run(
         config=config,
         prompts=prompts,

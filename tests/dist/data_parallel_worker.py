@@ -5,7 +5,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ from torch import Tensor, distributed
 from tests.roles import (
     POLICIES,
     VOCAB_SIZE,
+    credited,
     ddp_buffers,
     fresh_saver,
     loss_of,
@@ -26,14 +27,13 @@ from tests.roles import (
     train,
     weights_of,
 )
-from trainer.config.pieces import make_estimator
+from trainer.data.batch import Experience
 from trainer.measure import metrics
 from trainer.megatron import build, platform
 from trainer.megatron.groups import data_parallel_rank, data_parallel_size
 from trainer.roles import role as role_module
 from trainer.roles.role import FORWARD, Role
 from trainer.training import step
-from trainer.training.experience import add_advantages
 from trainer.training.micro_batches import Split, micro_batches
 
 FP32 = ("model.dtype=fp32", "model.max_length=256")
@@ -48,9 +48,9 @@ def run_checks(payload: None) -> dict[str, Any]:
     return {check.__name__: check() for check in CHECKS}
 
 
-def my_share(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    rows = len(batch["tokens"]) // data_parallel_size()
-    return step.select(batch, slice(data_parallel_rank() * rows, (data_parallel_rank() + 1) * rows))
+def my_share(batch: Experience) -> Experience:
+    rows = len(batch) // data_parallel_size()
+    return batch.select(slice(data_parallel_rank() * rows, (data_parallel_rank() + 1) * rows))
 
 
 def full_gradients(role: Role) -> list[Tensor]:
@@ -77,10 +77,10 @@ def gradients_of_uneven_lengths() -> dict[tuple[str, str, int | str], Any]:
         for mode in ("token_mean", "sequence_mean", "fixed_length"):
             loss = loss_of(role, f"algo.loss_aggregation={mode}")
             batch = my_share(make_batch([1, 3, 50, 200]))
-            for micro_batch_size in (1, 2, 4)[: len(batch["tokens"])]:
-                sums = step.train_minibatch(role, batch, loss, micro_batch_size=micro_batch_size)
+            for micro_batch_size in (1, 2, 4)[: len(batch)]:
+                sums = step.train_minibatch(role, batch, loss, split=Split(micro_batch_size))
                 results[name, mode, micro_batch_size] = (sums, full_gradients(role))
-            sums = step.train_minibatch(role, batch, loss, micro_batch_size=1, micro_batch_tokens=256)
+            sums = step.train_minibatch(role, batch, loss, split=Split(1, 256))
             results[name, mode, "by_length"] = (sums, full_gradients(role))
     return results
 
@@ -92,14 +92,13 @@ def by_length_with_overlap() -> dict[str, Any]:
     with small_buckets():
         role = make_role("actor", "model.max_length=256", *OVERLAP)
     batch = my_share(make_batch([1, 3, 50, 200, 2, 9, 180, 190]))
-    split: Split = {"micro_batch_size": 1, "micro_batch_tokens": 256}
-    batch["old_log_probs"], _ = step.log_probs(
-        role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, minibatches=2, **split
+    old_log_probs, _ = step.log_probs(
+        role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, split=Split(1, 256, minibatches=2)
     )
-    half = step.select(batch, slice(0, len(batch["tokens"]) // 2))
+    half = replace(batch, old_log_probs=old_log_probs).select(slice(0, len(batch) // 2))
     counts: list[Any] = [None] * data_parallel_size()
-    distributed.all_gather_object(counts, len(micro_batches(half, **split)))
-    sums = step.train_minibatch(role, half, loss_of(role), **split)
+    distributed.all_gather_object(counts, len(micro_batches(half, Split(1, 256))))
+    sums = step.train_minibatch(role, half, loss_of(role), split=Split(1, 256))
     return {"ppo_kl": sums["ppo_kl"], "grad_norm": sums["grad_norm"], "counts": counts, "weights": all_ranks_hold(role)}
 
 
@@ -108,22 +107,17 @@ def metrics_of_one_step() -> dict[str, dict[str, float]]:
     results = {}
     for case, lengths in (("even", [4, 2, 5, 3]), ("rank_without_tokens", [0, 0, 3, 2])):
         fresh_saver()
-        config = small_config(*FP32)
         actor, critic = make_role("actor", *FP32), make_role("critic", *FP32)
-        whole = make_batch(lengths) | {"scores": torch.tensor([1.0, 0.0, 0.0, 1.0])}
-        whole |= {"truncated": torch.tensor([False, True, False, False])}
-        batch = my_share(whole)
-        batch["engine_log_probs"] = batch["old_log_probs"]
-        batch["old_log_probs"], entropy = step.log_probs(
-            actor, batch, temperature=1.0, vocab_size=VOCAB_SIZE, micro_batch_size=2
-        )
-        values = step.values(critic, batch, micro_batch_size=2)
-        kl = add_advantages(config, batch, values, estimator=make_estimator(config), kl_coef=0.1)
+        scores, truncated = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([False, True, False, False])
+        batch = my_share(make_batch(lengths, scores=scores, truncated=truncated))
+        old_log_probs, entropy = step.log_probs(actor, batch, temperature=1.0, vocab_size=VOCAB_SIZE, split=Split(2))
+        values = step.values(critic, batch, split=Split(2))
+        batch = credited(replace(batch, old_log_probs=old_log_probs, entropy=entropy), values, *FP32, kl_coef=0.1)
         sums = {
-            role.name: [step.train_minibatch(role, batch, loss_of(role), micro_batch_size=2) for _ in range(2)]
+            role.name: [step.train_minibatch(role, batch, loss_of(role), split=Split(2)) for _ in range(2)]
             for role in (critic, actor)
         }
-        rollout = metrics.of_rollout(batch, SimpleNamespace(truncated=batch["truncated"]), kl=kl, entropy=entropy)
+        rollout = metrics.of_rollout(batch)
         results[case] = {**rollout, **metrics.of_actor(sums["actor"]), **metrics.of_critic(sums["critic"])}
     return results
 
@@ -132,12 +126,11 @@ def advantages_without_a_critic() -> dict[str, Tensor]:
     """Algorithm -> advantages of all ranks' tokens: two questions with two responses each, an empty one among them."""
     results = {}
     for algo in ("grpo", "rloo", "reinforce_pp"):
-        config = small_config(f"algo={algo}", "algo.kl.placement=reward", "algo.kl.estimator=k1")
-        whole = make_batch([4, 2, 0, 3]) | {"scores": torch.tensor([1.0, 0.0, 1.0, 0.5])}
-        batch = my_share(whole | {"truncated": torch.zeros(4, dtype=torch.bool)})
-        add_advantages(config, batch, None, estimator=make_estimator(config), kl_coef=0.1)
+        overrides = (f"algo={algo}", "algo.kl.placement=reward", "algo.kl.estimator=k1")
+        batch = my_share(make_batch([4, 2, 0, 3], scores=torch.tensor([1.0, 0.0, 1.0, 0.5])))
+        batch = credited(batch, None, *overrides, kl_coef=0.1)
         everyones: list[Any] = [None] * data_parallel_size()
-        distributed.all_gather_object(everyones, batch["advantages"])
+        distributed.all_gather_object(everyones, batch.advantages)
         results[algo] = torch.cat(everyones)
     return results
 
@@ -220,11 +213,11 @@ def overlap_in_several_buckets() -> dict[str, Any]:
             batch = make_batch([3, 5, 2, 4], seed=10 * number + data_parallel_rank())
             with role.awake():
                 losses += [
-                    step.train_minibatch(role, batch, loss_of(role), micro_batch_size=2)["loss_sum"] for _ in range(2)
+                    step.train_minibatch(role, batch, loss_of(role), split=Split(2))["loss_sum"] for _ in range(2)
                 ]
             for tag in ("ref", "actor"):
                 with role.awake(kinds=FORWARD, tag=tag):
-                    numbers, _ = step.log_probs(role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, micro_batch_size=2)
+                    numbers, _ = step.log_probs(role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, split=Split(2))
                     losses.append(numbers.sum().item())
         role.wake_up()
         results[case] = (buckets, losses, all_ranks_hold(role))

@@ -30,6 +30,7 @@ from trainer.megatron import optimizer, platform
 from trainer.megatron.sharding import named_tensors, whole_tensors
 from trainer.roles.role import FORWARD, Role
 from trainer.training import step
+from trainer.training.micro_batches import Split
 
 MOE = (
     *("model.num_experts=4", "model.num_experts_per_tok=2", "model.ffn_size=64"),
@@ -149,7 +150,7 @@ def gradients(overrides: tuple[str, ...]) -> dict[tuple[str, str], Any]:
                 2 * distributed.get_rank() >= distributed.get_world_size()
             ):  # whose responses are shorter, so that the ranks' widths differ
                 batch = {key: tensor[:, : 8 if key == "tokens" else 7] for key, tensor in batch.items()}
-            sums = step.train_minibatch(role, batch, loss_of(role), micro_batch_size=1)
+            sums = step.train_minibatch(role, batch, loss_of(role), split=Split(1))
             results[name, kind] = (sums, _whole_shares(role, "exp_avg"))
     return results
 
@@ -229,7 +230,7 @@ def cycles(name: str, overrides: tuple[str, ...]) -> list[Any]:
             with role.awake(kinds=FORWARD, tag="ref"):
                 assert same_weights(weights_of(role), start)
                 numbers, _ = step.log_probs(
-                    role, make_batch([3, 5]), temperature=1.0, vocab_size=VOCAB_SIZE, micro_batch_size=2
+                    role, make_batch([3, 5]), temperature=1.0, vocab_size=VOCAB_SIZE, split=Split(2)
                 )
                 history.append(numbers.sum().item())
         role.wake_up(kinds=FORWARD)
@@ -240,6 +241,6 @@ def cycles(name: str, overrides: tuple[str, ...]) -> list[Any]:
     role.load_weights({key: weight + 0.01 for key, weight in weights_of(role).items()})
     optimizer.set_learning_rate(role.optimizer, 0.0)
     loaded = weights_of(role)
-    step.train_minibatch(role, make_batch([3, 5]), loss_of(role), micro_batch_size=2)
+    step.train_minibatch(role, make_batch([3, 5]), loss_of(role), split=Split(2))
     assert same_weights(weights_of(role), loaded)
     return history

@@ -8,6 +8,7 @@ import torch
 from megatron.core import parallel_state
 from torch import distributed
 
+from tests.composing import footprint_of
 from tests.dist.data_parallel_worker import OVERLAP, small_buckets
 from tests.roles import VOCAB_SIZE, ddp_buffers, fresh_saver, make_role, small_config
 from trainer.config.pieces import make_task
@@ -15,7 +16,6 @@ from trainer.megatron import platform
 from trainer.megatron.build import named_tensors
 from trainer.megatron.groups import pipeline_group, pipeline_rank
 from trainer.memory.saver import make_saver
-from trainer.plan.footprint import footprint
 from trainer.plan.role_bytes import role_bytes
 from trainer.roles.role import Role
 from trainer.rollout.hf import HfEngine, _tensors
@@ -103,7 +103,7 @@ def _role_case(name: str, overrides: tuple[str, ...], *, has_buckets: bool) -> d
         ),
         "holdings": [
             (h.kind, h.keeper, h.flag, h.train_bytes, h.host_asleep_bytes)
-            for h in footprint(config, vocab_size=vocab_size, stage=stage).of_role(name)
+            for h in footprint_of(config, vocab_size=vocab_size, stage=stage).of_role(name)
         ],
     }
 
@@ -157,7 +157,7 @@ def _engine_case(overrides: tuple[str, ...]) -> dict[str, Any]:
     tokenizer = load_tokenizer(None, task=make_task(config), vocab_size=config.tokenizer.vocab_size)
     model = config.roles["actor"].model
     engine = HfEngine(model, config.rollout, tokenizer=tokenizer, saver=make_saver(config), observer=lambda event: None)
-    (holding,) = footprint(config, vocab_size=len(tokenizer)).of_role("engine")
+    (holding,) = footprint_of(config, vocab_size=len(tokenizer)).of_role("engine")
     return {
         "measured": sum(tensor.nbytes for tensor in _tensors(engine.model)),
         "predicted": holding.train_bytes,

@@ -26,6 +26,7 @@ from trainer.models.hf_files import SafetensorsFolder
 from trainer.roles.role import Role
 from trainer.tasks.tokenizer import load_tokenizer
 from trainer.training import step
+from trainer.training.micro_batches import Split
 
 ROWS = 263  # of the embedding: an odd number, more than there are tokens
 MODEL = (
@@ -105,15 +106,12 @@ def _work(role: Role) -> dict[str, Any]:
     """Outputs before training, the sums of three optimizer steps, and the whole weights after them."""
     batch = my_share(make_batch([5, 3, 1, 4]))
     if role.name == "actor":
-        outputs = step.log_probs(role, batch, temperature=0.7, vocab_size=VOCAB_SIZE, micro_batch_size=1)
+        outputs = step.log_probs(role, batch, temperature=0.7, vocab_size=VOCAB_SIZE, split=Split(1))
     else:
-        outputs = (step.values(role, batch, micro_batch_size=1),)
+        outputs = (step.values(role, batch, split=Split(1)),)
     loss = loss_of(role, "algo.entropy_coef=0.1")
     by_length = None if pipeline_group().size() > 1 else 16  # tokens; two of the sequences share a micro-batch
-    steps = [
-        step.train_minibatch(role, batch, loss, micro_batch_size=1, micro_batch_tokens=tokens)
-        for tokens in (None, None, by_length)
-    ]
+    steps = [step.train_minibatch(role, batch, loss, split=Split(1, tokens)) for tokens in (None, None, by_length)]
     weights = {name: tensor.detach().clone() for name, tensor in whole_tensors(role.chunks)}
     return {"outputs": outputs, "steps": steps, "weights": weights}
 

@@ -11,14 +11,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.composing import SMALL, config_of
+from tests.composing import SMALL, config_of, footprint_of
 from tests.dist.invariance_worker import run_matrix
 from tests.dist.test_invariance import CASES, numbers
 from tests.gpu.worker import run_scenarios
 from tests.recording import lasting
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
-from trainer.plan.footprint import footprint
 
 POLICIES = ("full", "no_grads", "lean", "rebuild")
 # 30M parameters a role: large enough that bytes per parameter mean something.
@@ -121,7 +120,7 @@ def pss_growth(result):
 def test_host_bytes_are_those_of_the_plan_and_of_the_operating_system(policy, measured):
     result = measured(policy)
     counted, rebuilt = kept_on_host(result), kept_on_host(measured("rebuild"))
-    predicted = footprint(config_of_policy(policy), vocab_size=320)
+    predicted = footprint_of(config_of_policy(policy), vocab_size=320)
     planned = sum(predicted.host_asleep_bytes(role) for role in ("actor", "critic"))
     assert counted == pytest.approx(planned, rel=0.02)
     assert pss_growth(result) == pytest.approx(pss_growth(measured("rebuild")) + counted - rebuilt, abs=96 * MIB)

@@ -190,17 +190,19 @@ def backup_overhead(run: Any, directory: Path) -> dict[str, float]:
 
 def forward_peaks(run: Any, directory: Path) -> list[int]:
     """Peak bytes allocated by forward-only passes over 2 and over 32 micro-batches of the same shape."""
+    from trainer.data.batch import Sequences
     from trainer.training import step
+    from trainer.training.micro_batches import Split
 
     peaks = []
     with run.actor.awake(kinds=("param",)):
         for rows in (16, 256):
             tokens = torch.randint(0, 64, (rows, 64), device=torch.cuda.current_device())
-            batch = {"tokens": tokens, "response_mask": torch.ones_like(tokens[:, 1:], dtype=torch.bool)}
+            batch = Sequences(tokens, torch.ones_like(tokens[:, 1:], dtype=torch.bool))
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             start = torch.cuda.memory_allocated()
-            step.log_probs(run.actor, batch, temperature=1.0, vocab_size=run.vocab_size, micro_batch_size=8)
+            step.log_probs(run.actor, batch, temperature=1.0, vocab_size=run.vocab_size, split=Split(8))
             peaks.append(torch.cuda.max_memory_allocated() - start)
     return peaks
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trainer.algo.estimators import Experience, Gae, Grpo, ReinforcePlusPlus, Rloo
+from trainer.algo.estimators import Experience, Gae, Grpo, ReinforcePlusPlus, Rloo, ScoredResponses
 from trainer.algo.groups import group_statistics
 
 NAN = math.nan
@@ -27,7 +27,7 @@ def experience(scores, *, group_size, lengths=None, kl=0.0, padding=0.0, columns
     for row, (length, score) in enumerate(zip(lengths, scores, strict=True)):
         if length:
             rewards[row, length - 1] += score
-    return Experience(
+    return ScoredResponses(
         rewards=rewards.where(mask, padding),
         response_mask=mask,
         scores=torch.tensor(scores),
@@ -105,7 +105,7 @@ def test_a_deviation_far_below_the_mean_still_counts():
 def test_gae_ends_a_truncated_response_with_the_critics_value_on_demand():
     given = experience([1.0, 1.0], group_size=1)
     values = {"values": torch.zeros(2, 3), "last_values": torch.tensor([5.0, 7.0])}
-    given = Experience(**{**vars(given), **values, "truncated": torch.tensor([True, False])})
+    given = ScoredResponses(**{**vars(given), **values, "truncated": torch.tensor([True, False])})
     assert GAE.estimate(given).returns.tolist() == of_sequences([1.0, 1.0])
     bootstrapping = Gae(gamma=1.0, lam=1.0, bootstrap_truncated=True)
     assert bootstrapping.estimate(given).returns.tolist() == of_sequences([6.0, 1.0])
@@ -127,3 +127,7 @@ def test_who_needs_what():
 def test_fields_are_judged(estimator, name):
     with pytest.raises(ValueError, match=f"^{name}: must be between 0 and 1$"):
         estimator.validate()
+
+
+def test_an_estimator_elsewhere_may_import_the_former_name_of_its_input():
+    assert Experience is ScoredResponses

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tests.composing import config_of
+from tests.composing import config_of, footprint_of
 from tests.unit.test_checkpoint_folder import save
 from tests.unit.test_config import choices_of
 from tests.unit.test_rules import error_of, suggested
 from trainer.checkpoint import folder
 from trainer.plan import make_plan
-from trainer.plan.footprint import footprint, plan_rows
+from trainer.plan.footprint import plan_rows
 
 NO_CRITIC = ("~role@roles.critic", "~model@roles.critic.model", "~optimizer@roles.critic.optimizer")
 ALGORITHMS = {"ppo": "gae", "grpo": "grpo", "rloo": "rloo", "reinforce_pp": "reinforce_pp"}
@@ -22,7 +22,7 @@ def test_an_algorithm_alone_brings_its_estimator_and_its_roles(algo):
     roles = ["actor", "critic"] if algo == "ppo" else ["actor"]
     assert list(config.roles) == roles
     assert {row.role for row in make_plan(config).rows} == set(roles)
-    prediction = footprint(config, vocab_size=300)
+    prediction = footprint_of(config, vocab_size=300)
     assert {row["role"] for row in plan_rows(prediction)} == {*roles, "engine"}
     assert not [moment for moment in prediction.moments if "critic" in moment.name and algo != "ppo"]
 

@@ -12,6 +12,7 @@ from torch import distributed
 from transformers import AutoTokenizer
 
 from tests.checkpoints import files, whole_tensors
+from tests.composing import footprint_of
 from tests.roles import (
     POLICIES,
     VOCAB_SIZE,
@@ -29,7 +30,6 @@ from trainer.megatron.build import named_tensors
 from trainer.megatron.optimizer import shares, step_count
 from trainer.memory.ledger import sample_memory
 from trainer.plan import KINDS
-from trainer.plan.footprint import footprint
 from trainer.tasks.tokenizer import load_tokenizer
 
 MIB = 2**20
@@ -263,7 +263,7 @@ def test_the_plan_foresees_the_host_memory_of_the_copy(overrides):
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in held)
     measured = sum(tensor.nbytes for tensor in held)
     config = small_config("checkpoint.every_steps=1", "checkpoint.async_save=true", *overrides)
-    predicted = footprint(config, vocab_size=VOCAB_SIZE).node_checkpoint_bytes
+    predicted = footprint_of(config, vocab_size=VOCAB_SIZE).node_checkpoint_bytes
     assert measured <= predicted < 1.01 * measured  # the state's alignment
 
 

@@ -66,7 +66,7 @@ def test_heldout_examples_are_shared_out_once_each(tokenizer, monkeypatch):
 def test_a_supervised_batch_asks_for_the_answer_and_the_end(tokenizer):
     prompts = prompts_of(tokenizer)
     batch = prompts.supervised_batch(1)
-    tokens, mask = batch["tokens"], batch["response_mask"]
+    tokens, mask = batch.tokens, batch.response_mask
     assert tokens.shape[0] == 8
     assert tokens.shape[1] % 8 == 0
     assert mask.shape == (8, tokens.shape[1] - 1)
@@ -78,8 +78,8 @@ def test_a_supervised_batch_asks_for_the_answer_and_the_end(tokenizer):
         assert response[-1] == tokenizer.eos_token_id
         assert tokenizer.decode(response[:-1]) == answers[question]
         assert set(row[first + len(response) :].tolist()) <= {tokenizer.pad_token_id}
-    assert torch.equal(prompts.supervised_batch(1)["tokens"], tokens)
-    assert not torch.equal(prompts.supervised_batch(2)["tokens"], tokens)
+    assert torch.equal(prompts.supervised_batch(1).tokens, tokens)
+    assert not torch.equal(prompts.supervised_batch(2).tokens, tokens)
 
 
 def test_minibatches_cover_an_epoch_once_and_the_first_keeps_the_order(tokenizer, monkeypatch):
@@ -128,7 +128,9 @@ def test_a_chat_template_wraps_questions_in_rollouts_and_in_the_warm_up(tokenize
     (ids,) = prompts.encode([example])
     assert tokenizer.decode(ids) == f"<bos>user: {example.question}\nassistant:"
     batch, plain_batch = prompts.supervised_batch(1), plain.supervised_batch(1)
-    for row, mask, plain_row, plain_mask in zip(*batch.values(), *plain_batch.values(), strict=True):
+    for row, mask, plain_row, plain_mask in zip(
+        *batch.tensors().values(), *plain_batch.tensors().values(), strict=True
+    ):
         assert torch.equal(row[1:][mask], plain_row[1:][plain_mask])  # the answer and the end
         assert tokenizer.decode(row[: int(mask.nonzero()[0]) + 1].tolist()).endswith("\nassistant:")
     with pytest.raises(ValueError, match=f"tokenizer.path={tmp_path} has none: use tokenizer.chat_template=false"):

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from tests.composing import config_of
+from tests.composing import config_of, footprint_of
 from trainer.plan.fit import check_fits, fits
-from trainer.plan.footprint import footprint
 from trainer.plan.layout import Buffer, Parameter, buffer_layout, buffers_of, optimizer_elements, parameters, tag_bytes
+from trainer.rollout.engines import planned_bytes
 
 # Llama-3-70B (arXiv:2407.21783, table 3): 128256 * 8192 * 2 + 80 * layer + 8192, layer = 8192 * (8192 + 10240 + 3 *
 # 28672 + 2)
@@ -22,7 +22,7 @@ FOUR = ("launch.nproc=4", "algo.micro_batch_size=1")
 
 
 def plan_of(*overrides, vocab_size=VOCABULARY):
-    return footprint(config_of(*overrides), vocab_size=vocab_size)
+    return footprint_of(config_of(*overrides), vocab_size=vocab_size)
 
 
 def test_llama_3_70b_has_70_55e9_parameters():
@@ -182,6 +182,10 @@ def test_without_offload_everything_is_always_there():
     assert found.host_asleep_bytes("critic") == 0
 
 
+def check(config):
+    check_fits(config, vocab_size=VOCABULARY, engine=planned_bytes(config, vocab_size=VOCABULARY))
+
+
 def limited(*overrides, **limits):
     config = config_of(*BENCH, *overrides)
     return dataclasses.replace(config, launch=dataclasses.replace(config.launch, **limits))
@@ -191,11 +195,11 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_policies_that_do():
     # 1.22e9 * (16, 14) + 1.17e9 * (14, 12) B = 33.4, 28.6 GiB for lean and rebuild
     config = limited("memory=full", host_memory_gib=35.0)
     with pytest.raises(ValueError, match=r"4\d\.\d+ GiB of host memory.*host_memory_gib=35\. ") as error:
-        check_fits(config, vocab_size=VOCABULARY)
+        check(config)
     assert str(error.value).endswith("These policies fit: memory=rebuild, memory=lean")
-    check_fits(limited("memory=lean", host_memory_gib=35.0), vocab_size=VOCABULARY)
+    check(limited("memory=lean", host_memory_gib=35.0))
     with pytest.raises(ValueError, match=r"These policies fit: memory=rebuild$"):
-        check_fits(limited("memory=lean", host_memory_gib=30.0), vocab_size=VOCABULARY)
+        check(limited("memory=lean", host_memory_gib=30.0))
 
 
 def test_a_checkpoint_written_in_the_background_is_a_copy_in_host_memory():
@@ -224,13 +228,13 @@ def test_shared_tags_are_among_what_would_fit():
     limit = plan_of(*BENCH, *two, "memory.tags=sharded").node_host_peak_bytes / 2**30 + 0.1
     config = limited("memory=full", *two, host_memory_gib=limit)
     with pytest.raises(ValueError, match=r"(?s)These policies fit: .*memory=lean memory\.tags=sharded$"):
-        check_fits(config, vocab_size=VOCABULARY)
-    check_fits(limited("memory.tags=sharded", *two, host_memory_gib=limit), vocab_size=VOCABULARY)
+        check(config)
+    check(limited("memory.tags=sharded", *two, host_memory_gib=limit))
 
 
 def test_gpu_memory_is_checked_on_a_gpu_only():
     config = limited(gpu_memory_gib=10.0)
     with pytest.raises(ValueError, match=r"GPU memory per rank, more than launch.gpu_memory_gib=10\. No memory policy"):
-        check_fits(config, vocab_size=VOCABULARY)
-    assert fits(limited(), footprint(config, vocab_size=VOCABULARY))
-    check_fits(limited("platform=cpu", gpu_memory_gib=10.0), vocab_size=VOCABULARY)
+        check(config)
+    assert fits(limited(), footprint_of(config, vocab_size=VOCABULARY))
+    check(limited("platform=cpu", gpu_memory_gib=10.0))

@@ -166,9 +166,12 @@ def test_the_parent_neither_imports_megatron_nor_touches_a_device():
         "import sys, trainer.__main__, trainer.plan.__main__, torch\n"
         "from tests.composing import config_of\n"
         "from trainer.plan.fit import check_fits\n"
+        "from trainer.rollout.engines import planned_bytes\n"
         "from trainer.config.pieces import make_task\n"
         "from trainer.tasks.tokenizer import vocab_size_of\n"
-        "check_fits(config_of(), vocab_size=vocab_size_of(None, task=make_task(config_of()), vocab_size=320))\n"
+        "entries = vocab_size_of(None, task=make_task(config_of()), vocab_size=320)\n"
+        "engine = planned_bytes(config_of(), vocab_size=entries)\n"
+        "check_fits(config_of(), vocab_size=entries, engine=engine)\n"
         "print([name for name in ('megatron', 'transformers', 'matplotlib') if name in sys.modules], "
         "torch.cuda.is_initialized())"
     )

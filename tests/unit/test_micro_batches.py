@@ -5,13 +5,13 @@ import torch
 
 from tests.composing import SMALL, config_of
 from tests.roles import make_batch
-from trainer.training.micro_batches import group_by_length, in_order, micro_batches, sequence_lengths, split_to_count
+from trainer.training.micro_batches import Split, group_by_length, in_order, micro_batches, split_to_count
 
 pytestmark = pytest.mark.usefixtures("world")
 
 
 def by_length(batch, budget, **more):
-    return micro_batches(batch, micro_batch_size=1, micro_batch_tokens=budget, **more)
+    return micro_batches(batch, Split(1, budget, **more))
 
 
 def test_groups_are_filled_from_the_longest_down():
@@ -28,25 +28,25 @@ def test_more_groups_come_from_halving_the_largest():
 
 
 def test_a_batch_is_cut_and_comes_back_in_order():
-    batch = make_batch([1, 200, 0, 50, 3], prompt=4) | {"scores": torch.arange(5.0)}
-    assert sequence_lengths(batch).tolist() == [5, 204, 0, 54, 7]
+    batch = make_batch([1, 200, 0, 50, 3], prompt=4, scores=torch.arange(5.0))
+    assert batch.lengths().tolist() == [5, 204, 0, 54, 7]
     parts = by_length(batch, 111)
     assert [part.columns for part in parts] == [205, 56, 8]  # 208 is more than there is
     taken = [part.take(batch) for part in parts]
-    assert [list(t["tokens"].shape) for t in taken] == [[1, 205], [1, 56], [3, 8]]
-    assert [t["scores"].tolist() for t in taken] == [[1.0], [3.0], [4.0, 0.0, 2.0]]
-    assert all(t["response_mask"].shape[1] == t["tokens"].shape[1] - 1 for t in taken)
-    assert sum(int(t["response_mask"].sum()) for t in taken) == 254
+    assert [list(t.tokens.shape) for t in taken] == [[1, 205], [1, 56], [3, 8]]
+    assert [t.scores.tolist() for t in taken] == [[1.0], [3.0], [4.0, 0.0, 2.0]]
+    assert all(t.response_mask.shape[1] == t.tokens.shape[1] - 1 for t in taken)
+    assert sum(int(t.response_mask.sum()) for t in taken) == 254
     for name in ("tokens", "advantages"):
-        whole = in_order([t[name] for t in taken], parts, batch=batch)
-        kept = batch["response_mask"] if name == "advantages" else torch.ones_like(batch["tokens"], dtype=torch.bool)
-        assert torch.equal(whole[kept], batch[name][kept])
+        whole = in_order([getattr(t, name) for t in taken], parts, batch=batch)
+        kept = batch.response_mask if name == "advantages" else torch.ones_like(batch.tokens, dtype=torch.bool)
+        assert torch.equal(whole[kept], getattr(batch, name)[kept])
 
 
 def test_each_minibatch_is_grouped_as_it_will_be_when_it_trains():
     batch = make_batch([1, 90, 2, 80, 3, 70])
     whole = by_length(batch, 200, minibatches=2)
-    halves = [by_length({k: t[rows] for k, t in batch.items()}, 200) for rows in (slice(0, 3), slice(3, 6))]
+    halves = [by_length(batch.select(rows), 200) for rows in (slice(0, 3), slice(3, 6))]
     assert [(p.rows.tolist(), p.columns) for p in whole] == [
         ((p.rows + offset).tolist(), p.columns) for offset, half in zip((0, 3), halves, strict=True) for p in half
     ]

@@ -1,6 +1,7 @@
 """trainer.megatron.moe: routing by hand, and a load-balancing loss that no split, padding or aggregation distorts."""
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from trainer.measure import metrics
 from trainer.megatron import moe, optimizer
 from trainer.megatron.groups import tensor_parallel_group
 from trainer.training import step
+from trainer.training.micro_batches import Split
 
 _TINY = OmegaConf.to_container(OmegaConf.load(Path(conf.__file__).parent / "model/tiny.yaml"))
 MODEL = ModelConfig(**{**_TINY, "kernels": "torch", "attention_backend": "sdpa"})  # type: ignore[dict-item]
@@ -72,7 +74,7 @@ def test_routing_weights_are_fp32_in_a_bf16_model():
     found = []
     for layer in moe._moe_layers(role.chunks[0]):
         layer.router.register_forward_hook(lambda module, inputs, outputs: found.append((inputs[0], outputs[0])))
-    step.log_probs(role, make_batch([3, 2]), temperature=1.0, vocab_size=64, micro_batch_size=2)
+    step.log_probs(role, make_batch([3, 2]), temperature=1.0, vocab_size=64, split=Split(2))
     assert len(found) == 2
     for hidden, weights in found:
         assert (hidden.dtype, weights.dtype) == (torch.bfloat16, torch.float32)
@@ -97,7 +99,7 @@ def test_the_loss_by_hand():
 
 def gradients(role, batch, *overrides, micro_batch_size):
     optimizer.set_learning_rate(role.optimizer, 0.0)
-    sums = step.train_minibatch(role, batch, loss_of(role, *overrides), micro_batch_size=micro_batch_size)
+    sums = step.train_minibatch(role, batch, loss_of(role, *overrides), split=Split(micro_batch_size))
     return sums, [buffer.grad_data.clone() for buffer in ddp_buffers(role)]
 
 
@@ -126,7 +128,7 @@ def test_the_gradient_is_that_of_the_mean_over_sequences(mode):
         sums, grads[coef] = gradients(role, batch, f"algo.loss_aggregation={mode}", micro_batch_size=2)
     lengths = torch.tensor([1.0, 3, 7, 5])
     weights = lengths / lengths.sum() if mode == "token_mean" else torch.full((4,), 0.25)
-    columns = torch.arange(batch["tokens"].shape[1])[:, None]
+    columns = torch.arange(batch.tokens.shape[1])[:, None]
     is_real = columns < 3 + lengths  # prompts have three tokens
     losses = []
 
@@ -140,7 +142,7 @@ def test_the_gradient_is_that_of_the_mean_over_sequences(mode):
     for layer in moe._moe_layers(role.chunks[0]):
         layer.router.register_forward_hook(hook)
     with role.training():
-        role.chunks[0](batch["tokens"], columns.T.expand_as(batch["tokens"]), None)
+        role.chunks[0](batch.tokens, columns.T.expand_as(batch.tokens), None)
         (0.5 * sum(losses)).backward()
         expected = [buffer.grad_data.clone() for buffer in ddp_buffers(role)]
     assert sums["aux_loss_sum"] / sums["loss_count"] == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
@@ -153,8 +155,8 @@ def test_padding_has_no_part_in_it():
     role = make_role("actor", *FP32, *MOE, "model.router_aux_loss_coef=1.0")
     batch = make_batch([4, 2])
     sums, expected = gradients(role, batch, micro_batch_size=2)
-    other = batch | {"tokens": batch["tokens"].where(batch["tokens"] > 0, 7)}
-    assert not torch.equal(other["tokens"], batch["tokens"])
+    other = replace(batch, tokens=batch.tokens.where(batch.tokens > 0, 7))
+    assert not torch.equal(other.tokens, batch.tokens)
     assert gradients(role, other, micro_batch_size=2)[0] == pytest.approx(sums, rel=1e-6)
     for left, right in zip(gradients(role, other, micro_batch_size=2)[1], expected, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6 * right.abs().max().item())
@@ -168,13 +170,13 @@ def test_it_is_reported_and_evens_the_load():
         role = make_role("critic", *FP32, *MOE, f"model.router_aux_loss_coef={coef}", "model.init_std=0.2")
         optimizer.set_learning_rate(role.optimizer, 1e-2)
         batch = make_batch([9, 12, 7, 11])
-        history = [step.train_minibatch(role, batch, loss_of(role), micro_batch_size=2) for _ in range(30)]
+        history = [step.train_minibatch(role, batch, loss_of(role), split=Split(2)) for _ in range(30)]
         ends[coef] = metrics.of_critic(history[-1:])["critic/aux_loss"]
     assert ends[10.0] - 1 < (ends[0.0] - 1) / 2, ends
     fresh_saver()
     dense = make_role("critic")
     assert "critic/aux_loss" not in metrics.of_critic(
-        [step.train_minibatch(dense, make_batch([2, 1]), loss_of(dense), micro_batch_size=2)]
+        [step.train_minibatch(dense, make_batch([2, 1]), loss_of(dense), split=Split(2))]
     )
 
 

@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 
-from tests.composing import SMALL, config_of
+from tests.composing import SMALL, config_of, footprint_of
 from trainer.command.nodes import Nodes, find_nodes, first_host
 from trainer.megatron.node_settings import differences
-from trainer.plan.footprint import footprint
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -92,8 +91,8 @@ def test_what_can_never_run_is_refused_when_it_is_composed(overrides, message):
 def test_the_plan_of_a_node_has_the_nodes_share_of_the_ranks():
     """Two nodes with two workers each: the optimizer state is split by four, and a node holds two of the shares."""
     small = (*SMALL, "algo.micro_batch_size=2")
-    one = footprint(config_of(*small, "launch.nproc=4"), vocab_size=320)
-    two = footprint(config_of(*small, "launch.nproc=2", "launch.nnodes=2"), vocab_size=320)
+    one = footprint_of(config_of(*small, "launch.nproc=4"), vocab_size=320)
+    two = footprint_of(config_of(*small, "launch.nproc=2", "launch.nnodes=2"), vocab_size=320)
     assert (one.ranks, two.ranks) == (4, 2)
     assert one.holdings == two.holdings
     assert two.node_host_peak_bytes * 2 == one.node_host_peak_bytes

@@ -26,10 +26,11 @@ from trainer.megatron.build import named_tensors
 from trainer.megatron.optimizer import inner_optimizers
 from trainer.memory.arena import HostArenas
 from trainer.plan import KINDS
-from trainer.plan.footprint import footprint
+from trainer.plan.holdings import arena_bytes
 from trainer.roles.backuper import TensorBackuper
 from trainer.roles.role import FORWARD, Role
 from trainer.training import step
+from trainer.training.micro_batches import Split
 
 MIB = 1 << 20
 MEDIUM = ("model.layers=2", "model.hidden_size=512", "model.ffn_size=1536")  # 6M parameters, 100 MB awake
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("saver")
 
 def log_probs(role):
     batch = make_batch([3, 5])
-    return step.log_probs(role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, micro_batch_size=2)[0]
+    return step.log_probs(role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, split=Split(2))[0]
 
 
 # ---- any order ---------------------------------------------------------------------------------------------------
@@ -309,7 +310,7 @@ def test_main_params_that_sleep_are_read_from_their_host_copy_or_not_at_all():
 def test_arenas_reserved_before_a_role_is_built_have_the_size_that_it_needs():
     config = small_config("memory=lean")
     arenas = HostArenas(pinned=False)
-    arenas.reserve(footprint(config, vocab_size=VOCAB_SIZE).arenas)
+    arenas.reserve(arena_bytes(config, vocab_size=VOCAB_SIZE, stage=0))
     addresses = {owner: arena._flat.data_ptr() for owner, arena in arenas._reserved.items()}
     assert addresses.keys() == {"actor/optim", "critic/optim", "weights/actor", "weights/ref"}
     for name in ("actor", "critic"):
@@ -504,13 +505,13 @@ def test_asleep_bytes_are_the_same_after_every_path():
 
     role.sleep()
     expected = asleep()
-    poisoned = make_batch([3, 2]) | {"advantages": torch.full((2, 6), torch.inf)}
+    poisoned = make_batch([3, 2], advantages=torch.full((2, 6), torch.inf))
 
     def forward():
         log_probs(role)
 
     def failed_step():
-        assert step.train_minibatch(role, poisoned, loss_of(role), micro_batch_size=2)["skipped"] == 1.0
+        assert step.train_minibatch(role, poisoned, loss_of(role), split=Split(2))["skipped"] == 1.0
 
     def interrupted():
         with role.training():

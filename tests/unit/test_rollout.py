@@ -8,11 +8,13 @@ import torch
 
 from tests.megatron_world import one_rank_world
 from trainer.algo.log_probs import log_probs_from_logits
+from trainer.config.rules.limits import CHOICES
 from trainer.config.schema import ModelConfig, RolloutConfig
 from trainer.megatron.build import build_gpt, named_tensors
 from trainer.memory.saver import MemorySaver, NullSaver
 from trainer.models.hf_bridge import to_hf
 from trainer.plan.layout import WHOLE
+from trainer.rollout.engines import ENGINES
 from trainer.rollout.hf import HfEngine
 from trainer.tasks.tokenizer import load_tokenizer
 
@@ -163,6 +165,20 @@ def test_no_generation_without_weights(make_engine, make_saver):
     engine.sleep()
     with pytest.raises(RuntimeError, match=r"call wake_up\(weights\) first"):
         engine.generate(PROMPTS, seed=1)
+
+
+def test_a_rollout_that_fails_leaves_the_engine_asleep(make_engine):
+    engine = make_engine()
+    engine.wake_up(random_weights(engine).items())
+    with pytest.raises(ValueError, match="no prompts"), engine.awake():
+        engine.generate([], seed=0)
+    assert [record["state"] for record in make_engine.records] == ["asleep"]
+    with pytest.raises(RuntimeError, match="holds no weights"):
+        engine.generate(PROMPTS, seed=0)
+
+
+def test_every_engine_that_may_be_chosen_can_be_planned_and_built():
+    assert set(ENGINES) == set(CHOICES["rollout.engine"])
 
 
 def test_savers_generate_alike(make_engine):

@@ -1,5 +1,7 @@
 """Optimizer steps and forward passes: no split, no padding, no broken gradient changes what real tokens get."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -7,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.dist.invariance_worker import run_one
 from tests.roles import (
     VOCAB_SIZE,
+    credited,
     ddp_buffers,
     fresh_saver,
     loss_of,
@@ -19,12 +22,12 @@ from tests.roles import (
     weights_of,
 )
 from trainer import loop, worker
-from trainer.config.pieces import make_estimator
+from trainer.data.batch import Sequences
 from trainer.measure import metrics
 from trainer.measure.phases import Phases
 from trainer.roles.role import FORWARD
 from trainer.training import step
-from trainer.training.experience import add_advantages as add_to_batch
+from trainer.training.micro_batches import Split
 
 FP32 = ("model.dtype=fp32", "optimizer.clip_grad=0")
 
@@ -33,14 +36,14 @@ pytestmark = pytest.mark.usefixtures("saver")
 
 
 def log_probs(role, batch, *, micro_batch_size=2):
-    return step.log_probs(role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, micro_batch_size=micro_batch_size)[0]
+    return step.log_probs(role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, split=Split(micro_batch_size))[0]
 
 
-def gradients(role, batch, *overrides, **split):
+def gradients(role, batch, *overrides, split):
     """(reported sums, gradients per buffer) of one step that leaves the weights alone."""
     for group in role.optimizer.param_groups:
         group["lr"] = 0.0
-    sums = step.train_minibatch(role, batch, loss_of(role, *overrides), **split)
+    sums = step.train_minibatch(role, batch, loss_of(role, *overrides), split=split)
     return sums, [buffer.grad_data.clone() for buffer in ddp_buffers(role)]
 
 
@@ -55,14 +58,14 @@ def test_no_split_into_micro_batches_changes_a_gradient(name, mode):
     batch = make_batch([1, 3, 50, 200])
     overrides = (f"algo.loss_aggregation={mode}",)
     with role.training():
-        positions = torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])
-        numerator, count, _ = loss_of(role, *overrides)(role.chunks[0](batch["tokens"], positions, None), batch)
+        positions = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+        numerator, count, _ = loss_of(role, *overrides)(role.chunks[0](batch.tokens, positions, None), batch)
         assert count == {"token_mean": 254}.get(mode, 4)
         (numerator / count).backward()
         expected = [buffer.grad_data.clone() for buffer in ddp_buffers(role)]
-    by_length = [{"micro_batch_size": 1, "micro_batch_tokens": budget} for budget in (8, 128, 512, 10_000)]
-    for split in [*({"micro_batch_size": size} for size in (1, 2, 4)), *by_length]:
-        sums, actual = gradients(role, batch, *overrides, **split)
+    by_length = [Split(1, budget) for budget in (8, 128, 512, 10_000)]
+    for split in [*map(Split, (1, 2, 4)), *by_length]:
+        sums, actual = gradients(role, batch, *overrides, split=split)
         assert sums["loss_sum"] == pytest.approx(numerator.item(), rel=1e-5)
         assert sums["grad_norm"] == pytest.approx(torch.cat(expected).norm().item(), rel=1e-4)
         for left, right in zip(actual, expected, strict=True):
@@ -73,15 +76,15 @@ def test_no_split_into_micro_batches_changes_a_gradient(name, mode):
 def test_forward_passes_by_length_return_every_row_to_its_place(name):
     role = make_role(name, *FP32, "model.max_length=256")
     batch = make_batch([1, 200, 3, 50, 7, 2])
-    mask = batch["response_mask"]
-    by_length = {"micro_batch_size": 6, "micro_batch_tokens": 256}
+    mask = batch.response_mask
+    by_length = Split(6, 256, minibatches=2)
 
-    def numbers(**split):
+    def numbers(split):
         if name == "critic":
-            return (step.values(role, batch, **split)[:, 1:],)
-        return step.log_probs(role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, **split)
+            return (step.values(role, batch, split=split)[:, 1:],)
+        return step.log_probs(role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, split=split)
 
-    whole, grouped, again = numbers(micro_batch_size=6), *(numbers(**by_length, minibatches=2) for _ in range(2))
+    whole, grouped, again = numbers(Split(6)), *(numbers(by_length) for _ in range(2))
     for expected, actual, repeated in zip(whole, grouped, again, strict=True):
         assert actual.shape == expected.shape
         torch.testing.assert_close(actual[mask], expected[mask], rtol=1e-4, atol=1e-5)
@@ -90,13 +93,12 @@ def test_forward_passes_by_length_return_every_row_to_its_place(name):
 
 def test_a_sequence_mean_weighs_short_and_long_responses_alike():
     role = make_role("critic", *FP32, "model.max_length=256")
-    batch = make_batch([1, 200]) | {"values": torch.zeros(2, 203)}
-    batch["returns"] = batch["values"]
+    batch = make_batch([1, 200], values=torch.zeros(2, 203), returns=torch.zeros(2, 203))
     alone = [
-        gradients(role, step.select(batch, slice(row, row + 1)), micro_batch_size=1)[0]["loss_sum"] / count
+        gradients(role, batch.select(slice(row, row + 1)), split=Split(1))[0]["loss_sum"] / count
         for row, count in ((0, 1), (1, 200))
     ]
-    sums, _ = gradients(role, batch, "algo.loss_aggregation=sequence_mean", micro_batch_size=1)
+    sums, _ = gradients(role, batch, "algo.loss_aggregation=sequence_mean", split=Split(1))
     assert sums["loss_sum"] / sums["loss_count"] == pytest.approx(sum(alone) / 2)
 
 
@@ -104,9 +106,9 @@ def test_a_sequence_mean_weighs_short_and_long_responses_alike():
 def test_a_fully_masked_micro_batch_adds_nothing(name):
     role = make_role(name, *FP32)
     batch = make_batch([3, 2, 0, 0])
-    sums, actual = gradients(role, batch, micro_batch_size=2)
+    sums, actual = gradients(role, batch, split=Split(2))
     assert sums["loss_count"] == 5
-    alone, expected = gradients(role, step.select(batch, slice(0, 2)), micro_batch_size=2)
+    alone, expected = gradients(role, batch.select(slice(0, 2)), split=Split(2))
     assert sums == alone
     assert all(torch.equal(left, right) for left, right in zip(actual, expected, strict=True))
 
@@ -116,7 +118,7 @@ def test_a_batch_without_response_tokens_changes_nothing(name):
     role = make_role(name)
     train(role)
     expected = role.weights_sha256()
-    sums = step.train_minibatch(role, make_batch([0, 0, 0, 0]), loss_of(role), micro_batch_size=2)
+    sums = step.train_minibatch(role, make_batch([0, 0, 0, 0]), loss_of(role), split=Split(2))
     assert (sums["loss_sum"], sums["loss_count"], sums["grad_norm"], sums["skipped"]) == (0.0, 0.0, 0.0, 0.0)
     assert role.weights_sha256() == expected
     report = metrics.of_actor([sums]) if name == "actor" else metrics.of_critic([sums])
@@ -138,13 +140,13 @@ def test_a_broken_gradient_skips_its_step_and_no_other(bad, overlap):
         if has_bad_step:
             before = weights_of(role)
             batch = make_batch([3, 2])
-            batch["advantages"][0, 4] = bad
-            results.append(step.train_minibatch(role, batch, loss_of(role), micro_batch_size=2))
+            batch.advantages[0, 4] = bad
+            results.append(step.train_minibatch(role, batch, loss_of(role), split=Split(2)))
             assert same_weights(weights_of(role), before)
         train(role, steps=2)
         digests.append(role.weights_sha256())
     assert digests[0] == digests[1]
-    good = step.train_minibatch(role, make_batch([3, 2]), loss_of(role), micro_batch_size=2)
+    good = step.train_minibatch(role, make_batch([3, 2]), loss_of(role), split=Split(2))
     assert (good["skipped"], results[0]["skipped"]) == (0.0, 1.0)
     report = metrics.of_actor([good, *results])
     assert report["actor/skipped_steps"] == 1.0
@@ -172,7 +174,7 @@ def test_one_micro_batch_has_logits_at_a_time(forward_only):
     if forward_only:
         log_probs(role, batch)
     else:
-        step.train_minibatch(role, batch, loss_of(role), micro_batch_size=2)
+        step.train_minibatch(role, batch, loss_of(role), split=Split(2))
     for hook in hooks:
         hook.remove()
     assert len(alive) == 6
@@ -188,17 +190,18 @@ def test_one_micro_batch_has_logits_at_a_time(forward_only):
 def test_what_padding_holds_is_never_seen(name, token, number):
     role = make_role(name)
     batch = make_batch([1, 5, 3, 2])
-    mask = batch["response_mask"]
+    mask = batch.response_mask
     is_padding = torch.nn.functional.pad(mask, (1, 0)).flip(1).cumsum(1).flip(1) == 0
-    padded = {key: tensor.where(mask, number) for key, tensor in batch.items() if tensor.is_floating_point()}
-    padded |= {"response_mask": mask, "tokens": batch["tokens"].masked_fill(is_padding, token)}
-    assert (padded["tokens"] != batch["tokens"]).sum() == 5 + 1 + 3 + 4
+    per_token = {key: tensor for key, tensor in batch.tensors().items() if tensor.shape == mask.shape}
+    numbers = {key: tensor.where(mask, number) for key, tensor in per_token.items() if tensor.is_floating_point()}
+    padded = replace(batch, **numbers, tokens=batch.tokens.masked_fill(is_padding, token))
+    assert (padded.tokens != batch.tokens).sum() == 5 + 1 + 3 + 4
     if name == "actor":
         assert torch.equal(log_probs(role, padded)[mask], log_probs(role, batch)[mask])
     else:
-        left, right = (step.values(role, some, micro_batch_size=2)[:, :-1][mask] for some in (padded, batch))
+        left, right = (step.values(role, some, split=Split(2))[:, :-1][mask] for some in (padded, batch))
         assert torch.equal(left, right)
-    (sums, actual), (expected_sums, expected) = (gradients(role, some, micro_batch_size=2) for some in (padded, batch))
+    (sums, actual), (expected_sums, expected) = (gradients(role, some, split=Split(2)) for some in (padded, batch))
     assert sums == expected_sums
     assert all(torch.equal(left, right) for left, right in zip(actual, expected, strict=True))
 
@@ -206,19 +209,17 @@ def test_what_padding_holds_is_never_seen(name, token, number):
 def test_more_padding_changes_nothing_but_rounding():
     role = make_role("actor", *FP32)
     batch = make_batch([1, 5, 3, 2])
-    wide = {key: torch.nn.functional.pad(tensor, (0, 9)) for key, tensor in batch.items()}
-    _, expected = gradients(role, batch, micro_batch_size=2)
-    _, actual = gradients(role, wide, micro_batch_size=2)
+    per_token = {key: tensor for key, tensor in batch.tensors().items() if tensor.dim() == 2}
+    wide = replace(batch, **{key: torch.nn.functional.pad(tensor, (0, 9)) for key, tensor in per_token.items()})
+    _, expected = gradients(role, batch, split=Split(2))
+    _, actual = gradients(role, wide, split=Split(2))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-7)
 
 
 # ---- PPO -----------------------------------------------------------------------------------------------------------
 
 
-def add_advantages(batch, values, *overrides, coef=0.0):
-    config = small_config("advantages.gamma=1", "advantages.lam=1", "algo.whiten_advantages=false", *overrides)
-    batch = {"truncated": torch.zeros(len(values), dtype=torch.bool), "scores": torch.zeros(len(values))} | batch
-    return add_to_batch(config, batch, values, estimator=make_estimator(config), kl_coef=coef), batch
+PLAIN = ("advantages.gamma=1", "advantages.lam=1", "algo.whiten_advantages=false")
 
 
 @pytest.mark.parametrize(
@@ -256,11 +257,12 @@ def test_without_a_reward_kl_pulls_a_perturbed_actor_back_to_the_reference(overr
     with run.actor.awake():
         noisy = {name: w + 0.1 * normal(w.shape, seed=len(name)) for name, w in weights_of(run.actor).items()}
         run.actor.load_weights(noisy)
-    fixed = {"tokens": torch.randint(run.vocab_size, (16, 12), generator=torch.Generator().manual_seed(5))}
+    fixed = torch.randint(run.vocab_size, (16, 12), generator=torch.Generator().manual_seed(5))
+    fixed = Sequences(fixed, torch.ones_like(fixed[:, 1:], dtype=torch.bool))
 
     def distributions(tag):
         with run.actor.awake(kinds=FORWARD, tag=tag):
-            return step._forward(run.actor, fixed, lambda logits, _: (logits.log_softmax(-1),), micro_batch_size=16)[0]
+            return step._forward(run.actor, fixed, lambda logits, _: (logits.log_softmax(-1),), split=Split(16))[0]
 
     def kl_to_reference():
         actor, reference = distributions("actor"), distributions("ref")
@@ -275,30 +277,29 @@ def test_without_a_reward_kl_pulls_a_perturbed_actor_back_to_the_reference(overr
 
 
 def test_actor_and_critic_see_the_kl_in_the_reward_and_the_logged_one_is_not_scaled():
-    batch = make_batch([3, 1]) | {"scores": torch.tensor([1.0, 0.0])}
-    mask = batch["response_mask"]
-    kl, result = add_advantages(batch, torch.zeros(2, 7), coef=0.5)
-    torch.testing.assert_close(kl, torch.full((2, 6), 0.1).where(mask, 0.0))
+    batch = make_batch([3, 1], scores=torch.tensor([1.0, 0.0]))
+    mask = batch.response_mask
+    result = credited(batch, torch.zeros(2, 7), *PLAIN, kl_coef=0.5)
+    torch.testing.assert_close(result.kl, torch.full((2, 6), 0.1).where(mask, 0.0))
     expected = torch.zeros(2, 6)
     expected[0, 2:5] = torch.tensor([1 - 0.15, 1 - 0.10, 1 - 0.05])
     expected[1, 2] = -0.05
-    torch.testing.assert_close(result["returns"], expected)
-    torch.testing.assert_close(result["advantages"], expected)
-    _, as_loss = add_advantages(batch, torch.zeros(2, 7), "algo.kl.placement=loss", "algo.kl.estimator=k2", coef=0.5)
-    assert as_loss["returns"][mask].tolist() == [1.0, 1.0, 1.0, 0.0]
+    torch.testing.assert_close(result.returns, expected)
+    torch.testing.assert_close(result.advantages, expected)
+    as_loss = ("algo.kl.placement=loss", "algo.kl.estimator=k2")
+    result = credited(batch, torch.zeros(2, 7), *PLAIN, *as_loss, kl_coef=0.5)
+    assert result.returns[mask].tolist() == [1.0, 1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("whiten", [True, False])
 def test_the_reward_of_an_empty_response_reaches_nobody(whiten):
-    batch = make_batch([3, 0, 2])
     results = []
     for score in (0.0, 100.0):
-        scores = torch.tensor([1.0, score, 0.0])
-        values = normal((3, 7), seed=1)
-        _, result = add_advantages(batch | {"scores": scores}, values, f"algo.whiten_advantages={whiten}")
-        results.append((result["advantages"], result["returns"]))
-        assert not result["advantages"][1].any()
-        assert not result["returns"][1].any()
+        batch = make_batch([3, 0, 2], scores=torch.tensor([1.0, score, 0.0]))
+        result = credited(batch, normal((3, 7), seed=1), *PLAIN, f"algo.whiten_advantages={whiten}")
+        results.append((result.advantages, result.returns))
+        assert not result.advantages[1].any()
+        assert not result.returns[1].any()
     assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
 
 
@@ -306,14 +307,11 @@ def test_the_reward_of_an_empty_response_reaches_nobody(whiten):
 def test_a_response_recorded_as_truncated_may_end_with_the_critics_value(bootstrap):
     """Three equal rows; the first alone is recorded as truncated, though none ends with an end-of-sequence token."""
     values = torch.arange(21.0).view(3, 7)
-    batch = make_batch([3, 3, 1]) | {
-        "truncated": torch.tensor([True, False, True]),
-        "scores": torch.tensor([1.0, 1.0, 1.0]),
-    }
-    _, result = add_advantages(batch, values, f"advantages.bootstrap_truncated={bootstrap}")
+    batch = make_batch([3, 3, 1], truncated=torch.tensor([True, False, True]), scores=torch.tensor([1.0, 1.0, 1.0]))
+    result = credited(batch, values, *PLAIN, f"advantages.bootstrap_truncated={bootstrap}")
     # The last response tokens are in columns 5, 5 and 3 of `tokens`; the value there has seen the whole response.
     terminal = [values[0, 5].item(), 0.0, values[2, 3].item()] if bootstrap else [0.0, 0.0, 0.0]
-    assert result["returns"][0, 2:5].tolist() == [1.0 + terminal[0]] * 3
-    assert result["returns"][1, 2:5].tolist() == [1.0] * 3
-    assert result["returns"][2, 2].item() == 1.0 + terminal[2]
-    assert result["advantages"][0, 2].item() == 1.0 + terminal[0] - values[0, 2].item()
+    assert result.returns[0, 2:5].tolist() == [1.0 + terminal[0]] * 3
+    assert result.returns[1, 2:5].tolist() == [1.0] * 3
+    assert result.returns[2, 2].item() == 1.0 + terminal[2]
+    assert result.advantages[0, 2].item() == 1.0 + terminal[0] - values[0, 2].item()

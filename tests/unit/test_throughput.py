@@ -9,6 +9,7 @@ from trainer.measure import throughput
 from trainer.measure.throughput import StepWork, Work
 from trainer.models.flops import forward_flops, matmul_parameters, peak_flops_per_second
 from trainer.training import step
+from trainer.training.micro_batches import Split
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -22,16 +23,16 @@ def test_the_formula_counts_what_torch_computes(name, extra):
     fresh_saver()
     role = make_role(name, "model.dtype=fp32", "model.head_size=24", *extra)
     batch = make_batch([12, 12, 12], prompt=4)
-    tokens, length = batch["tokens"][:, :-1], 16
+    tokens, length = batch.tokens[:, :-1], 16
     sizes = {"vocab_size": VOCAB_SIZE, "value_head": name == "critic", "tokens": 3 * length}
     expected = forward_flops(role.config.model, **sizes, square_tokens=2 * 3 * length**2)
     positions = torch.arange(length).expand_as(tokens)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         role.chunks[0](tokens, positions, None)
     assert counter.get_total_flops() == expected
-    batch = {key: t[:, : t.shape[1] - 1] if t.dim() > 1 else t for key, t in batch.items()}
+    batch = batch.cut(length)
     with FlopCounterMode(display=False) as counter:
-        step.train_minibatch(role, batch, loss_of(role), micro_batch_size=3)
+        step.train_minibatch(role, batch, loss_of(role), split=Split(3))
     # The first layer's input needs no gradient of its own in torch either: the embedding takes it.
     assert counter.get_total_flops() == 3 * expected
 

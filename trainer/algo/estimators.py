@@ -21,8 +21,8 @@ from trainer.algo.masked import divide_or_zero, zero_padding
 
 
 @dataclass(frozen=True)
-class Experience:
-    """One rank's responses of a step.
+class ScoredResponses:
+    """One rank's responses of a step, and what they are paid.
 
     Attributes:
         rewards: [n, s], the score on the last token of a response, less the KL penalty on each where KL is a reward.
@@ -56,6 +56,9 @@ class Experience:
         return zero_padding(x.float()[:, None].expand_as(self.response_mask), mask=self.response_mask)
 
 
+Experience = ScoredResponses  # what estimators elsewhere may call it
+
+
 class Estimate(NamedTuple):
     """``advantages`` [n, s] for the actor; ``returns`` [n, s] for the critic to learn, None without a critic."""
 
@@ -81,7 +84,7 @@ class AdvantageEstimator(ABC):
         return
 
     @abstractmethod
-    def estimate(self, experience: Experience) -> Estimate:
+    def estimate(self, experience: ScoredResponses) -> Estimate:
         """Advantages (and returns) of one rank's responses, zero off the mask. Called without gradients."""
 
 
@@ -111,7 +114,7 @@ class Gae(AdvantageEstimator):
         _check_unit_interval("gamma", self.gamma)
         _check_unit_interval("lam", self.lam)
 
-    def estimate(self, experience: Experience) -> Estimate:
+    def estimate(self, experience: ScoredResponses) -> Estimate:
         assert experience.values is not None
         assert experience.last_values is not None
         bootstrap = experience.truncated & self.bootstrap_truncated
@@ -148,7 +151,7 @@ class Grpo(AdvantageEstimator):
     def smallest_group(self) -> int:
         return 2
 
-    def estimate(self, experience: Experience) -> Estimate:
+    def estimate(self, experience: ScoredResponses) -> Estimate:
         group = experience.in_groups(experience.sequence_rewards)
         advantages = group.centred
         if self.divide_by_std:
@@ -169,7 +172,7 @@ class Rloo(AdvantageEstimator):
     def smallest_group(self) -> int:
         return 2
 
-    def estimate(self, experience: Experience) -> Estimate:
+    def estimate(self, experience: ScoredResponses) -> Estimate:
         group = experience.in_groups(experience.sequence_rewards)
         return Estimate(experience.on_every_token(group.centred * divide_or_zero(group.count, group.count - 1)))
 
@@ -195,7 +198,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
     def validate(self) -> None:
         _check_unit_interval("gamma", self.gamma)
 
-    def estimate(self, experience: Experience) -> Estimate:
+    def estimate(self, experience: ScoredResponses) -> Estimate:
         rewards, mask = experience.rewards, experience.response_mask
         if self.group_baseline:
             mean = experience.scores - experience.in_groups(experience.scores).centred

@@ -25,6 +25,7 @@ from trainer.config.schema import Config
 from trainer.plan.footprint import footprint, plan_rows
 from trainer.report import read_records
 from trainer.report.records import BENCH_FILE
+from trainer.rollout.engines import planned_bytes
 
 TABLE_FILE = "bench.md"
 
@@ -62,7 +63,13 @@ def run(bench: BenchConfig, configs: Mapping[str, Config], directory: Path, cons
             failed |= "error" in record or not record["bits_kept"]
         if "error" not in record:
             if case.peer is None:
-                record["plan"] = plan_rows(footprint(config, vocab_size=bench.vocab_size))
+                record["plan"] = plan_rows(
+                    footprint(
+                        config,
+                        vocab_size=bench.vocab_size,
+                        engine=planned_bytes(config, vocab_size=bench.vocab_size),
+                    )
+                )
             record["roofline"] = None if "error" in roofline else roofline
             record["summary"] = summarize(record)
         with (directory / BENCH_FILE).open("a") as file:

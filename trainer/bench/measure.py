@@ -18,9 +18,10 @@ from torch import distributed
 
 from trainer.bench.cases import CaseJob
 from trainer.megatron import platform
+from trainer.megatron.groups import pipeline_rank
 from trainer.memory.ledger import sample_memory
 from trainer.plan import make_plan
-from trainer.plan.footprint import footprint
+from trainer.plan.holdings import arena_bytes
 
 ROLES = ("actor", "critic")
 _COPY_REPEATS = 5
@@ -116,7 +117,7 @@ def _build(job: CaseJob, events: list[dict[str, Any]]) -> list[Any]:
     config = job.config
     arenas = HostArenas.of(config)
     if job.peer is None:
-        sizes = footprint(config, vocab_size=job.bench.vocab_size).arenas
+        sizes = arena_bytes(config, vocab_size=job.bench.vocab_size, stage=pipeline_rank())
         arenas.reserve({owner: size for owner, size in sizes.items() if owner != "weights/ref"})  # nothing makes it
 
     from trainer.bench import peers

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer import loop
 from trainer.common.seeds import seed_for
 from trainer.config.pieces import make_estimator, make_task
 from trainer.config.schema import Config, RoleConfig
+from trainer.data.batch import Experience, Sequences
 from trainer.data.prompts import Prompts
 from trainer.measure import metrics, throughput
 from trainer.measure.phases import Phases
@@ -29,8 +29,8 @@ from trainer.models.hf_files import SafetensorsFolder
 from trainer.rollout.hf import HfEngine
 from trainer.tasks.tokenizer import load_tokenizer
 from trainer.training import step
-from trainer.training.experience import add_advantages, batch_of
-from trainer.training.micro_batches import Batch, Split, in_order, micro_batches
+from trainer.training.experience import Judgement, experience_of, rollout_batch
+from trainer.training.micro_batches import Split, in_order, micro_batches
 
 
 class ValueModel(nn.Module):
@@ -78,12 +78,12 @@ class PlainTrainer:
             fused=True,
         )
 
-    def train_minibatch(self, batch: Batch, loss: step.Loss, split: Split) -> dict[str, float]:
+    def train_minibatch(self, batch: Experience, loss: step.Loss[Experience], split: Split) -> dict[str, float]:
         """One optimizer step; the sums that :func:`trainer.training.step.train_minibatch` reports."""
         reports = []
-        for part in micro_batches(batch, **split):
+        for part in micro_batches(batch, split):
             micro_batch = part.take(batch)
-            numerator, count, stats = loss(self.forward(micro_batch["tokens"]), micro_batch)
+            numerator, count, stats = loss(self.forward(micro_batch.tokens), micro_batch)
             numerator.backward()
             torch._foreach_add_(self._grads, [param.grad for param in self._params if param.grad is not None])
             for param in self._params:
@@ -100,13 +100,13 @@ class PlainTrainer:
 
 
 def infer(
-    forward: Callable[[Tensor], Tensor], batch: Batch, reduce: Callable[[Tensor, Batch], Tensor], split: Split
+    forward: Callable[[Tensor], Tensor], batch: Sequences, reduce: Callable[[Tensor, Sequences], Tensor], split: Split
 ) -> Tensor:
     """``reduce`` of ``forward``'s output of every micro-batch, over the whole batch in order; without gradients."""
-    parts = micro_batches(batch, **split)
+    parts = micro_batches(batch, split)
     taken = [part.take(batch) for part in parts]
     with torch.no_grad():
-        return in_order([reduce(forward(micro["tokens"]), micro) for micro in taken], parts, batch=batch)
+        return in_order([reduce(forward(micro.tokens), micro) for micro in taken], parts, batch=batch)
 
 
 class PlainLoop:
@@ -140,15 +140,14 @@ class PlainLoop:
     def ppo_step(self, number: int) -> dict[str, Any]:
         """One PPO step; metrics as those of :func:`trainer.loop.ppo_step`, as far as both sides have them."""
         config, settings, phase = self._config, self._config.algo, self._phases.phase
-        split = loop.split_of(settings)
-        scoring: Split = {**split, "minibatches": settings.minibatches}
+        split, scoring = Split.of_training(settings), Split.of_scoring(settings)
         temperature = config.rollout.temperature
 
-        def log_probs(logits: Tensor, micro_batch: Batch) -> Tensor:
+        def log_probs(logits: Tensor, micro_batch: Sequences) -> Tensor:
             # log-probs and entropies, as the other side computes them
             return torch.stack(
                 step.log_probs_and_entropy(
-                    logits[:, :-1], micro_batch["tokens"][:, 1:], temperature=temperature, vocab_size=self._vocab_size
+                    logits[:, :-1], micro_batch.tokens[:, 1:], temperature=temperature, vocab_size=self._vocab_size
                 ),
                 dim=-1,
             )
@@ -157,15 +156,17 @@ class PlainLoop:
             examples = self._prompts.for_step(number)
             seed = seed_for(config.seed, "rollout", step=number)
             responses = self._engine.generate(self._prompts.encode(examples), seed=seed)
-            batch = batch_of(responses, self._prompts.scores(responses.texts, examples))
+            scores = self._prompts.scores(responses.texts, examples)
+            drawn = rollout_batch(responses, scores=scores, weights_step=number - 1)
         with phase("ref_log_probs", step=number):
-            batch["ref_log_probs"] = infer(self._reference, batch, log_probs, scoring)[..., 0]
+            ref_log_probs = infer(self._reference, drawn, log_probs, scoring)[..., 0]
         with phase("log_probs", step=number):
-            batch["old_log_probs"], entropy = infer(self._actor.forward, batch, log_probs, scoring).unbind(-1)
+            old_log_probs, entropy = infer(self._actor.forward, drawn, log_probs, scoring).unbind(-1)
         with phase("values", step=number):
-            values = infer(self._critic.forward, batch, lambda output, _: output.squeeze(-1), scoring)
+            values = infer(self._critic.forward, drawn, lambda output, _: output.squeeze(-1), scoring)
         with phase("advantages", step=number):
-            kl = add_advantages(config, batch, values, estimator=self._estimator, kl_coef=settings.kl.coef)
+            judged = Judgement(ref_log_probs, old_log_probs, entropy, values)
+            batch = experience_of(drawn, judged, settings=settings, estimator=self._estimator, kl_coef=settings.kl.coef)
         with phase("train_critic", step=number):
             critic_sums = self._train(self._critic, batch, step.value_loss(settings), number, split)
         with phase("train_actor", step=number):
@@ -176,16 +177,16 @@ class PlainLoop:
         with phase("report", step=number):
             self._phases.rate_with(throughput.of_step(config, batch, vocab_size=self._vocab_size).rates)
             return {
-                **metrics.of_rollout(batch, responses, kl=kl, entropy=entropy),
+                **metrics.of_rollout(batch),
                 **metrics.of_critic(critic_sums),
                 **metrics.of_actor(actor_sums),
             }
 
     def _train(
-        self, trainer: PlainTrainer, batch: Batch, loss: step.Loss, number: int, split: Split
+        self, trainer: PlainTrainer, batch: Experience, loss: step.Loss[Experience], number: int, split: Split
     ) -> list[dict[str, float]]:
         return [
-            trainer.train_minibatch(step.select(batch, rows.to(batch["tokens"].device)), loss, split)
+            trainer.train_minibatch(batch.select(rows), loss, split)
             for epoch in range(self._config.algo.epochs)
-            for rows in self._prompts.minibatch_rows(len(batch["tokens"]), step=number, epoch=epoch)
+            for rows in self._prompts.minibatch_rows(len(batch), step=number, epoch=epoch)
         ]

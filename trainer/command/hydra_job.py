@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from trainer.config.schema import Config
 from trainer.plan.fit import check_fits
 from trainer.plan.footprint import footprint, plan_rows
 from trainer.report import MEMORY_FILE, METRICS_FILE, REPORT_FILE, final_tables, plan_table, read_records
+from trainer.rollout.engines import planned_bytes
 from trainer.tasks.tokenizer import vocab_size_of
 
 
@@ -81,13 +82,15 @@ def run_job(config: Config, directory: Path, console: Console) -> Mapping[str, f
     nodes = find_nodes(config.launch, os.environ)
     _check_devices(config)
     vocab_size = vocab_size_of(config.tokenizer.path, task=make_task(config), vocab_size=config.largest_vocab_size)
-    check_fits(config, vocab_size=vocab_size)
+    engine = planned_bytes(config, vocab_size=vocab_size)
+    check_fits(config, vocab_size=vocab_size, engine=engine)
+    plan = plan_rows(footprint(config, vocab_size=vocab_size, engine=engine))
     with jobs.held(directory) if nodes.rank == 0 else nullcontext():
-        return _run_held(config, directory, console, nodes=nodes, vocab_size=vocab_size)
+        return _run_held(config, directory, console, nodes=nodes, plan=plan)
 
 
 def _run_held(
-    config: Config, directory: Path, console: Console, *, nodes: Nodes, vocab_size: int
+    config: Config, directory: Path, console: Console, *, nodes: Nodes, plan: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, float]:
     # Only node 0 judges what the folder holds: by then it may have written its own config there.
     earlier = jobs.finished(directory, config) if nodes.rank == 0 else jobs.read_result(directory)
@@ -98,7 +101,6 @@ def _run_held(
     if nodes.rank == 0:
         checkpoint = checkpoints.starting_point(config, directory)
         jobs.claim(directory, config, checkpoint)
-    plan = plan_rows(footprint(config, vocab_size=vocab_size))
     _announce(config, nodes, console, plan=plan, checkpoint=checkpoint)
     record = launch_attempts(config, directory, checkpoint=checkpoint, nodes=nodes, say=console.print)
     if nodes.rank > 0:
@@ -114,7 +116,9 @@ def _run_held(
     return results
 
 
-def _announce(config: Config, nodes: Nodes, console: Console, *, plan: Any, checkpoint: Path | None) -> None:
+def _announce(
+    config: Config, nodes: Nodes, console: Console, *, plan: Sequence[Mapping[str, Any]], checkpoint: Path | None
+) -> None:
     platform = "cpu (stand-in for CUDA)" if config.platform.name == "cpu" else config.platform.name
     where = f" on node {nodes.rank} of {nodes.count}" if nodes.count > 1 else ""
     console.print(f"platform: {platform}   workers: {config.launch.nproc}{where}   config: {config_hash(config)}")

@@ -1,1 +1,1 @@
-"""Which examples go into which step on which rank, and their tokens."""
+"""Which examples go into which step on which rank, their tokens, and the batches that a step works on."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainer.common.seeds import seed_for
 from trainer.config.schema import Config
+from trainer.data.batch import Sequences
 from trainer.megatron.groups import data_parallel_rank, data_parallel_size, max_over_ranks
 from trainer.tasks.base import Example, Task
 from trainer.tasks.verifiers import reward_of
@@ -65,8 +66,8 @@ class Prompts:
         """The task's verdict on each response, in [0, 1]."""
         return [self._task.score(text, example) for text, example in zip(responses, examples, strict=True)]
 
-    def supervised_batch(self, step: int) -> dict[str, Tensor]:
-        """Question and answer of warm-up step ``step``: tokens [n, s], response_mask [n, s-1] (answer and EOS)."""
+    def supervised_batch(self, step: int) -> Sequences:
+        """Question and answer of warm-up step ``step``; the response is the answer and EOS."""
         examples = self._draw("warm_up", step, self._config.algo.warmup_batch_size)
         questions = self.encode(examples)
         answers = [
@@ -82,7 +83,7 @@ class Prompts:
             tokens[row, :end] = torch.tensor(question + answer)
             mask[row, len(question) : end] = True
         device = torch.cuda.current_device()
-        return {"tokens": tokens.to(device), "response_mask": mask[:, 1:].to(device)}
+        return Sequences(tokens.to(device), mask[:, 1:].to(device))
 
     def minibatch_rows(self, sequences: int, *, step: int, epoch: int) -> Iterator[Tensor]:
         """Row numbers of each minibatch of one epoch over this rank's sequences.

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from trainer.algo.masked import explained_variance, moment_sums, variance_from_sums
+from trainer.data.batch import Experience
 from trainer.megatron.groups import sum_over_ranks
 
 Sums = Sequence[dict[str, float]]  # of the optimizer steps of one PPO step, see step.train_minibatch
 
 
-def of_rollout(batch: dict[str, Tensor], responses: Any, *, kl: Tensor, entropy: Tensor) -> dict[str, float]:
+def of_rollout(batch: Experience) -> dict[str, float]:
     """Reward, KL to the reference, entropy, lengths, and statistics of advantages, with a critic also of values and
     returns. Collective."""
-    mask, scores = batch["response_mask"], batch["scores"].double()
-    gap = (batch["old_log_probs"] - batch["engine_log_probs"]).abs()
+    mask, scores = batch.response_mask, batch.scores.double()
+    gap = (batch.old_log_probs - batch.engine_log_probs).abs()
     sums: dict[str, Tensor | float] = {
         "sequences": len(scores),
         "tokens": mask.sum(),
         "reward": scores.sum(),
         "reward_square": (scores**2).sum(),
-        "truncated": responses.truncated.sum(),
+        "truncated": batch.truncated.sum(),
     }
-    per_token = {"kl": kl, "entropy": entropy, "rollout_log_prob_gap": gap}
-    credit = {"value": "values", "return": "returns", "advantage": "advantages"}
-    credit = {name: key for name, key in credit.items() if key in batch}
-    per_token |= {name: batch[key] for name, key in credit.items()}
+    per_token = {"kl": batch.kl, "entropy": batch.entropy, "rollout_log_prob_gap": gap}
+    credit = {"value": batch.values, "return": batch.returns, "advantage": batch.advantages}
+    credit = {name: x for name, x in credit.items() if x is not None}
+    per_token |= credit
     for name, x in per_token.items():
         sums[name], sums[f"{name}_square"] = moment_sums(x, mask=mask)
     total = sum_over_ranks(sums)

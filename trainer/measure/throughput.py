@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from trainer.config.schema import Config
+from trainer.data.batch import Sequences
 from trainer.megatron.groups import sum_over_ranks
 from trainer.models.flops import TRAINING_PASSES, forward_flops, peak_flops_per_second
-from trainer.training.micro_batches import Batch, sequence_lengths
 
 NOT_OF_THE_STEP = ("evaluate", "checkpoint")
 
@@ -62,14 +62,14 @@ class StepWork:
         return rates
 
 
-def of_step(config: Config, batch: Batch, *, vocab_size: int) -> StepWork:
+def of_step(config: Config, batch: Sequences, *, vocab_size: int) -> StepWork:
     """The work that a PPO step on ``batch`` (this rank's) is. Collective over the data-parallel group.
 
     ``vocab_size``: entries of the tokenizer.
     """
-    lengths = sequence_lengths(batch).double()
+    lengths = batch.lengths().double()
     sums = sum_over_ranks(
-        {"tokens": lengths.sum(), "square_tokens": lengths.square().sum(), "drawn": batch["response_mask"].sum()}
+        {"tokens": lengths.sum(), "square_tokens": lengths.square().sum(), "drawn": batch.response_mask.sum()}
     )
     tokens = sums["tokens"]
 

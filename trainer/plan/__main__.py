@@ -28,9 +28,11 @@ from trainer.config.hints import hint_for
 from trainer.config.pieces import make_task
 from trainer.config.schema import Config, Section
 from trainer.plan.fit import check_fits, fits
-from trainer.plan.footprint import Footprint, Holding, footprint
+from trainer.plan.footprint import Footprint, footprint
+from trainer.plan.holdings import Holding
 from trainer.plan.role_bytes import model_parameters
 from trainer.report import Table
+from trainer.rollout.engines import planned_bytes
 from trainer.tasks.tokenizer import vocab_size_of
 
 
@@ -135,7 +137,8 @@ def plan_job(composed: DictConfig, *, overrides: Sequence[str], in_sweep: bool, 
         raise ValueError(f"plan.vocab_size={vocab_size}: must be at least 1, or null for the run's own tokenizer")
     if vocab_size is None:
         vocab_size = vocab_size_of(config.tokenizer.path, task=make_task(config), vocab_size=config.largest_vocab_size)
-    prediction = footprint(config, vocab_size=vocab_size)
+    engine = planned_bytes(config, vocab_size=vocab_size)
+    prediction = footprint(config, vocab_size=vocab_size, engine=engine)
     if in_sweep:
         _sweep.append(Job(overrides, prediction, fits(config, prediction)))
         return
@@ -148,7 +151,7 @@ def plan_job(composed: DictConfig, *, overrides: Sequence[str], in_sweep: bool, 
         unit, size = byte_unit(prediction.node_checkpoint_bytes)
         amount = prediction.node_checkpoint_bytes / size
         console.print(f"while a checkpoint is written in the background: {amount:.2f} {unit} more on the node's host")
-    check_fits(config, vocab_size=vocab_size)
+    check_fits(config, vocab_size=vocab_size, engine=engine)
 
 
 @hydra.main(config_path="pkg://conf", config_name="plan", version_base="1.3")

@@ -11,22 +11,23 @@ import yaml
 from trainer.config import rules
 from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, Config, RestoreConfig
 from trainer.plan.footprint import Footprint, footprint
+from trainer.plan.holdings import EngineBytes
 from trainer.plan.role_bytes import ranks_that_share_tags
 
 GIB = 2**30
 
 
-def check_fits(config: Config, *, vocab_size: int) -> None:
+def check_fits(config: Config, *, vocab_size: int, engine: EngineBytes) -> None:
     """Raise ValueError if the predicted bytes exceed ``launch.host_memory_gib`` or ``launch.gpu_memory_gib``.
 
     The message says what is needed and which memory policies would fit. null means unknown: nothing to check.
     """
-    problems = _problems(config, footprint(config, vocab_size=vocab_size))
+    problems = _problems(config, footprint(config, vocab_size=vocab_size, engine=engine))
     if not problems:
         return
     fitting = []
     for name, other in _other_policies(config):
-        prediction = footprint(other, vocab_size=vocab_size)
+        prediction = footprint(other, vocab_size=vocab_size, engine=engine)
         if not _problems(other, prediction):
             fitting.append((prediction.node_host_peak_bytes, name))
     advice = (

@@ -14,39 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.schema import Config
-from trainer.plan import NO_BUFFER, Plan, PlanRow, make_plan
-from trainer.plan.layout import ALIGNMENT_BYTES, WHOLE, parameters, rotary_table_bytes, round_up
-from trainer.plan.role_bytes import RoleBytes, ranks_that_share_tags, role_bytes
-
-ENGINE = "engine"
-
-
-@dataclass(frozen=True)
-class Holding:
-    """Bytes per rank of one buffer kind (or weights tag, ``weights/<tag>``) of one role (or the engine).
-
-    Device bytes while the role trains, does forward passes with its own weights, and sleeps; host bytes while it is
-    awake (what stays page-locked between sleeps) and asleep.
-    """
-
-    role: str
-    kind: str
-    keeper: str
-    flag: bool | None = None
-    note: str = ""
-    train_bytes: int = 0
-    forward_bytes: int = 0
-    asleep_bytes: int = 0
-    host_awake_bytes: int = 0
-    host_asleep_bytes: int = 0
-
-    def device_bytes(self, state: str) -> int:
-        """``state``: train, forward, asleep, or absent (not built yet)."""
-        return 0 if state == "absent" else getattr(self, f"{state}_bytes")
-
-    def host_bytes(self, state: str) -> int:
-        awake = 0 if state == "absent" else self.host_awake_bytes
-        return self.host_asleep_bytes if state == "asleep" else awake
+from trainer.plan import Plan, make_plan
+from trainer.plan.holdings import ENGINE, EngineBytes, Holding, awake_for_forward, role_holdings
+from trainer.plan.role_bytes import RoleBytes, role_bytes
 
 
 @dataclass(frozen=True)
@@ -68,7 +38,6 @@ class Footprint:
         node_moments: the moments with the bytes of all ranks.
         node_host_asleep: role -> host bytes asleep, of all ranks.
         node_checkpoint_bytes: host bytes, on the node, of a checkpoint that is written while the run goes on.
-        arenas: region tag or ``weights/<tag>`` -> bytes of its host arena, which can be made before any model is.
     """
 
     ranks: int
@@ -79,7 +48,6 @@ class Footprint:
     node_moments: tuple[Moment, ...]
     node_host_asleep: dict[str, int]
     node_checkpoint_bytes: int
-    arenas: dict[str, int]
 
     def of_role(self, role: str) -> tuple[Holding, ...]:
         return tuple(holding for holding in self.holdings if holding.role == role)
@@ -100,11 +68,12 @@ class Footprint:
         return peak + self.node_checkpoint_bytes
 
 
-def footprint(config: Config, *, vocab_size: int, stage: int | None = None) -> Footprint:
+def footprint(config: Config, *, vocab_size: int, engine: EngineBytes, stage: int | None = None) -> Footprint:
     """The bytes of a validated config.
 
     Args:
         vocab_size: entries of the run's tokenizer.
+        engine: what the rollout engine holds.
         stage: a pipeline stage, whose ranks are meant; None: the one with the highest peaks.
     """
     plan, stages = make_plan(config), range(config.parallel.pp)
@@ -112,8 +81,8 @@ def footprint(config: Config, *, vocab_size: int, stage: int | None = None) -> F
         {role: role_bytes(config, role, vocab_size=vocab_size, stage=number) for role in config.roles}
         for number in stages
     ]
-    holdings = [[*_holdings(config, plan, sizes), _engine_holding(config, vocab_size=vocab_size)] for sizes in roles]
-    moments = [tuple(_moments(config, plan, holdings[number], roles[number])) for number in stages]
+    holdings = [[*_holdings(config, plan, sizes), *engine.holdings] for sizes in roles]
+    moments = [tuple(_moments(config, plan, holdings[number], roles[number], engine=engine)) for number in stages]
     if stage is None:
         stage = max(stages, key=lambda number: _peaks(moments[number]))
     nodes = {tuple(of_ranks): _summed(moments[number] for number in of_ranks) for of_ranks in _nodes(config)}
@@ -130,7 +99,6 @@ def footprint(config: Config, *, vocab_size: int, stage: int | None = None) -> F
             for role in config.roles
         },
         node_checkpoint_bytes=_checkpoint_bytes(config, [roles[number] for number in node]),
-        arenas={owner: size for role, sizes in roles[stage].items() for owner, size in _arenas(plan, role, sizes)},
     )
 
 
@@ -153,16 +121,6 @@ def _summed(moments: Iterable[tuple[Moment, ...]]) -> tuple[Moment, ...]:
     )
 
 
-def _arenas(plan: Plan, role: str, sizes: RoleBytes) -> Iterator[tuple[str, int]]:
-    optim = plan.row(role, "optim")
-    if optim.keeper == "arena":
-        yield optim.tag, round_up(sizes.kinds["optim"], ALIGNMENT_BYTES)
-    if role == "actor":
-        if plan.row(role, "param").keeper != "main_params":
-            yield f"weights/{role}", sizes.tag
-        yield "weights/ref", sizes.tag
-
-
 def _checkpoint_bytes(config: Config, ranks: list[dict[str, RoleBytes]]) -> int:
     """The copies of ``checkpoint.async_save`` of a node's ``ranks``: every rank's shares of the optimizer state, and
     once, whichever rank has it to write, what data-parallel ranks hold alike: the weights of the parts of the model
@@ -182,88 +140,12 @@ def _checkpoint_bytes(config: Config, ranks: list[dict[str, RoleBytes]]) -> int:
 
 def _holdings(config: Config, plan: Plan, roles: dict[str, RoleBytes]) -> Iterator[Holding]:
     for role, sizes in roles.items():
-        yield from _role_holdings(config, plan, role, sizes)
+        yield from role_holdings(config, plan, role, sizes)
 
 
-def _role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> Iterator[Holding]:
-    keeps_own_tag = role == "actor" and plan.row(role, "param").keeper != "main_params"
-    own_tag_kind = "param" if config.roles[role].ddp.use_distributed_optimizer else "rest"
-    own_tag_restores = plan.row(role, own_tag_kind).keeper == "backuper"
-    retains = config.platform.name == "cuda" and config.memory.retain_cpu_backup
-    for row in plan.of_role(role):
-        if row.keeper == NO_BUFFER:
-            continue
-        size = sizes.kinds[row.kind]
-        copy = size if row.saver_backup else 0
-        holds_tag = own_tag_restores and row.kind == own_tag_kind
-        lasting = sizes.tag if holds_tag else 0
-        if row.keeper == "arena":
-            lasting += round_up(size, ALIGNMENT_BYTES)
-        yield Holding(
-            role,
-            row.kind,
-            row.keeper,
-            row.flag,
-            _joined(row.note, _share_note(config)) if holds_tag else row.note,
-            train_bytes=size,
-            forward_bytes=size if _awake_for_forward(plan, row) else 0,
-            asleep_bytes=0 if plan.sleeps else size,
-            host_awake_bytes=lasting + (copy if retains else 0),
-            host_asleep_bytes=lasting + copy,
-        )
-    if keeps_own_tag and not own_tag_restores:
-        yield _tag_holding(config, role, role, sizes)
-    if role == "actor":
-        yield _tag_holding(config, role, "ref", sizes)
-
-
-def _share_note(config: Config) -> str:
-    if config.memory.tags != "sharded":
-        return ""
-    ranks, of_experts = ranks_that_share_tags(config)
-    if ranks != of_experts:
-        dense, experts = (f"1/{count}" if count > 1 else "all" for count in (ranks, of_experts))
-        return f"each rank keeps {dense}, of experts {experts}"
-    return f"each rank keeps 1/{ranks}" if ranks > 1 else "one rank alone keeps all of it"
-
-
-def _joined(*notes: str) -> str:
-    return "; ".join(note for note in notes if note)
-
-
-def _tag_holding(config: Config, role: str, tag: str, sizes: RoleBytes) -> Holding:
-    what = "the reference model" if tag == "ref" else "kept for switching back from other tags"
-    note = _joined(what, _share_note(config))
-    return Holding(
-        role, f"weights/{tag}", "backuper", note=note, host_awake_bytes=sizes.tag, host_asleep_bytes=sizes.tag
-    )
-
-
-def _awake_for_forward(plan: Plan, row: PlanRow) -> bool:
-    """Rebuilding reads main params; without an arena of the optimizer state that wakes the whole of it."""
-    if row.kind == "optim":
-        reads_optim = plan.row(row.role, "param").keeper == "main_params" and row.keeper != "arena"
-        return reads_optim or not plan.sleeps
-    return row.kind in ("param", "rest") or not plan.sleeps
-
-
-def _engine_holding(config: Config, *, vocab_size: int) -> Holding:
-    """transformers' model, whole on every rank: the actor's parameters and the rotary table, which it keeps twice."""
-    model = config.roles["actor"].model
-    found = parameters(model, vocab_size=vocab_size, value_head=False, parallel=WHOLE)
-    size = sum(parameter.size_bytes for parameter in found) + 2 * rotary_table_bytes(model)
-    return Holding(
-        ENGINE,
-        "weights",
-        "none",
-        note="synced from the actor every step",
-        train_bytes=size,
-        forward_bytes=size,
-        asleep_bytes=0 if config.offload.train else size,
-    )
-
-
-def _moments(config: Config, plan: Plan, holdings: list[Holding], roles: dict[str, RoleBytes]) -> Iterator[Moment]:
+def _moments(
+    config: Config, plan: Plan, holdings: list[Holding], roles: dict[str, RoleBytes], *, engine: EngineBytes
+) -> Iterator[Moment]:
     def moment(name: str, states: dict[str, str], *, transient: int = 0, host_transient: int = 0) -> Moment:
         state_of = {**dict.fromkeys((*roles, ENGINE), "asleep"), **states}
         device = sum(holding.device_bytes(state_of[holding.role]) for holding in holdings)
@@ -275,8 +157,10 @@ def _moments(config: Config, plan: Plan, holdings: list[Holding], roles: dict[st
         clones = sizes.main_params if config.roles[role].model.dtype != "fp32" else 0
         yield moment(f"build {role}", {**absent, role: "train"}, transient=clones)
         del absent[role]
-    yield moment("rollout", {ENGINE: "forward"})
-    yield moment("sync engine", {"actor": "forward", ENGINE: "forward"})
+    with_actor = {"actor": "forward", ENGINE: "forward"}
+    yield moment("rollout", {ENGINE: "forward"} if engine.has_own_weights else with_actor)
+    if engine.has_own_weights:
+        yield moment("sync engine", with_actor)
     for role, sizes in roles.items():
         rebuilds = plan.row(role, "param").keeper == "main_params" and plan.row(role, "optim").keeper == "arena"
         if rebuilds and config.platform.name == "cuda":  # main params go to the device once more, to be read there
@@ -300,7 +184,7 @@ def _saving(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> tuple[st
     weights = 0 if has_own_tag else sizes.weights
     optim = 0 if optim_row.keeper == "arena" else sizes.kinds["optim"]
     state = "forward" if weights and plan.sleeps else "asleep"
-    is_awake_then = not plan.sleeps or (state == "forward" and _awake_for_forward(plan, optim_row))
+    is_awake_then = not plan.sleeps or (state == "forward" and awake_for_forward(plan, optim_row))
     is_copied = config.platform.name == "cuda" and not config.checkpoint.async_save  # whose copy counts on the node
     return state, 0 if is_awake_then else optim, weights + optim if is_copied else 0
 

@@ -18,7 +18,7 @@ from trainer.megatron import optimizer as optimizers
 from trainer.megatron.build import build_chunks, drop_caches, move_rest, wrap_ddp
 from trainer.megatron.moe import drop_routing
 from trainer.megatron.param_shards import ParamShards
-from trainer.megatron.sharding import OwnParts, Share, named_tensors
+from trainer.megatron.sharding import OwnParts, Share, named_tensors, whole_tensors
 from trainer.memory.arena import HostArenas
 from trainer.memory.regions import MemoryObserver, RoleRegions
 from trainer.memory.saver import Saver
@@ -362,6 +362,12 @@ class Role:
     def load_whole_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """As :meth:`load_weights`, from tensors of the whole model, of which this rank takes its parts."""
         self.load_weights(OwnParts(weights, dict(named_tensors(self.chunks))))
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of all that the whole model reads in a forward pass, one at a time, on every rank. Collective
+        over the ranks that hold the model together: all of them must read to the end."""
+        self.require(FORWARD)
+        return whole_tensors(self.chunks)
 
     def parameter_count(self) -> int:
         """Parameters on this rank."""

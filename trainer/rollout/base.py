@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from trainer.roles.role import Role
 
 
 @dataclass(frozen=True)
@@ -32,16 +35,29 @@ class Responses:
 
 
 class RolloutEngine(Protocol):
-    """A language model for sampling only, which sleeps while others train and wakes up with their weights."""
+    """Draws responses under the actor's weights, and sleeps while others are at work.
 
-    def wake_up(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take device memory and load ``weights``, (Hugging Face name, tensor) pairs of every parameter."""
+    Attributes:
+        has_own_weights: it samples from a copy, which :meth:`sync` brings up to date before a rollout, and the actor
+            sleeps in the rollout. Otherwise it computes with the actor's own parameters and :meth:`awake` wakes these.
+    """
+
+    has_own_weights: bool
+
+    def sync(self, actor: Role) -> None:
+        """Wake up with a copy of the actor's weights; the actor is asleep before and after. Nothing to do for an engine
+        without weights of its own."""
         ...
 
-    def sleep(self) -> None:
-        """Release the weights' memory; their bytes are lost."""
+    def awake(self) -> AbstractContextManager[None]:
+        """:meth:`generate` works inside; after it, the engine is asleep. Communicators may be gone inside (see
+        :mod:`patches.reloadable_groups`) where the engine needs none."""
         ...
 
     def generate(self, prompts: list[list[int]], *, seed: int, greedy: bool = False) -> Responses:
         """One response per prompt. Equal weights, prompts and seed give equal responses, whatever ran before."""
+        ...
+
+    def sleep(self) -> None:
+        """Release what the engine holds; its bytes are lost. An engine that is asleep stays so."""
         ...

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.initialization import no_init_weights
 
+from patches.reloadable_groups import destroyed as process_groups_destroyed
 from trainer.config.schema import ModelConfig, RolloutConfig
+from trainer.memory.regions import MemoryObserver
 from trainer.memory.saver import RegionBytes, Saver
-from trainer.models.hf_bridge import check_names, hf_config, views_by_file_name
+from trainer.models.hf_bridge import check_names, hf_config, to_hf, views_by_file_name
+from trainer.roles.role import FORWARD, Role
 from trainer.rollout.base import Responses
 
 if TYPE_CHECKING:
@@ -35,6 +39,8 @@ class HfEngine:
     A new engine occupies its memory but holds no weights: put it to sleep, or :meth:`wake_up` to load some.
     """
 
+    has_own_weights = True
+
     def __init__(
         self,
         model: ModelConfig,
@@ -42,7 +48,7 @@ class HfEngine:
         *,
         tokenizer: PreTrainedTokenizerFast,
         saver: Saver,
-        observer: Callable[[dict[str, Any]], None],
+        observer: MemoryObserver,
     ) -> None:
         self._architecture, self._rollout, self._tokenizer = model, rollout, tokenizer
         self._saver, self._observe = saver, observer
@@ -68,6 +74,20 @@ class HfEngine:
         self._is_loaded = False
 
     # ---- sleep and wake-up -------------------------------------------------------------------------------------
+
+    def sync(self, actor: Role) -> None:
+        """Wake up with a copy of the actor's weights."""
+        with actor.awake(kinds=FORWARD):
+            self.wake_up(to_hf(actor.whole_weights(), model=self._architecture))
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Rollouts happen inside, without any communicator; asleep after."""
+        try:
+            with process_groups_destroyed():
+                yield
+        finally:
+            self.sleep()
 
     @torch.no_grad()
     def wake_up(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -1,1 +1,1 @@
-"""Batches of a step, how they are split, and the passes and losses over them."""
+"""How batches are split, the passes and losses over them, and what makes experience of a rollout."""

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from trainer.algo.advantages import token_rewards
-from trainer.algo.estimators import AdvantageEstimator, Estimate, Experience
+from trainer.algo.estimators import AdvantageEstimator, Estimate, ScoredResponses
 from trainer.algo.kl import kl_estimate
 from trainer.algo.masked import whiten
-from trainer.config.schema import Config
+from trainer.config.schema import AlgoConfig
+from trainer.data.batch import Experience, RolloutBatch
 from trainer.megatron.groups import agreed, data_parallel_group
 from trainer.rollout.base import Responses
 
@@ -25,73 +26,88 @@ def agreed_responses(responses: Responses) -> Responses:
     return Responses(**agreed(on_host))
 
 
-def batch_of(responses: Responses, scores: Sequence[float]) -> dict[str, Tensor]:
-    """The tensors of this rank's responses (see :mod:`trainer.training.step`), on the device."""
+def rollout_batch(responses: Responses, *, scores: Sequence[float], weights_step: int) -> RolloutBatch:
+    """The batch of this rank's responses, on the device; see :class:`~trainer.data.batch.RolloutBatch`."""
     device = torch.cuda.current_device()
-    tensors = {
-        "tokens": responses.tokens,
-        "response_mask": responses.response_mask[:, 1:],
-        "engine_log_probs": responses.log_probs[:, 1:],
-        "truncated": responses.truncated,
-        "scores": torch.tensor(scores, dtype=torch.float32),
-    }
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
+    return RolloutBatch(
+        tokens=responses.tokens.to(device),
+        response_mask=responses.response_mask[:, 1:].to(device),
+        engine_log_probs=responses.log_probs[:, 1:].to(device),
+        truncated=responses.truncated.to(device),
+        scores=torch.tensor(scores, dtype=torch.float32).to(device),
+        weights_step=weights_step,
+    )
 
 
-def add_advantages(
-    config: Config,
-    batch: dict[str, Tensor],
-    values: Tensor | None,
-    *,
-    estimator: AdvantageEstimator,
-    kl_coef: float,
-) -> Tensor:
-    """Put advantages (with a critic also values and returns) into the batch -> the KL estimate per token [n, s-1].
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """What the roles' forward passes say of a rollout.
 
-    Args:
+    Attributes:
+        ref_log_probs, old_log_probs, entropy: [n, s-1], as in :class:`~trainer.data.batch.Experience`.
         values: [n, s], column t the value of the text up to and including tokens[:, t]; None without a critic.
+    """
+
+    ref_log_probs: Tensor
+    old_log_probs: Tensor
+    entropy: Tensor
+    values: Tensor | None
+
+
+def experience_of(
+    drawn: RolloutBatch, judged: Judgement, *, settings: AlgoConfig, estimator: AdvantageEstimator, kl_coef: float
+) -> Experience:
+    """Credit the rollout's tokens. Collective over the data-parallel ranks where advantages are whitened.
 
     Raises:
         ValueError: the estimator gave something of another shape, or no returns for the critic.
     """
-    settings, mask = config.algo, batch["response_mask"]
+    mask, values = drawn.response_mask, judged.values
     kl = kl_estimate(
-        batch["old_log_probs"],
-        ref_log_probs=batch["ref_log_probs"],
+        judged.old_log_probs,
+        ref_log_probs=judged.ref_log_probs,
         response_mask=mask,
         estimator=settings.kl.estimator,
         clamp=settings.kl.clamp,
     )
     rewards = token_rewards(
-        batch["scores"],
+        drawn.scores,
         kl=kl,
         response_mask=mask,
         kl_coef=kl_coef if settings.kl.placement == "reward" else 0.0,
     )
-    last_values = None
-    if values is not None:
-        batch["values"] = values[:, :-1]
-        # The column of the last response token, where the critic has read the whole response.
-        last = mask.shape[1] - mask.flip(1).int().argmax(dim=1, keepdim=True)
-        last_values = values.gather(1, last).squeeze(1)
-    experience = Experience(
-        rewards=rewards,
-        response_mask=mask,
-        scores=batch["scores"],
-        truncated=batch["truncated"],
-        group_size=settings.responses_per_prompt,
-        values=batch.get("values"),
-        last_values=last_values,
-    )
     with torch.no_grad():
-        estimate = estimator.estimate(experience)
+        estimate = estimator.estimate(
+            ScoredResponses(
+                rewards=rewards,
+                response_mask=mask,
+                scores=drawn.scores,
+                truncated=drawn.truncated,
+                group_size=settings.responses_per_prompt,
+                values=None if values is None else values[:, :-1],
+                last_values=None if values is None else _last_values(values, mask),
+            )
+        )
     _check_estimate(estimate, estimator, mask)
-    batch["advantages"] = estimate.advantages
-    if estimate.returns is not None and values is not None:
-        batch["returns"] = estimate.returns
+    advantages = estimate.advantages
     if settings.whiten_advantages:
-        batch["advantages"] = whiten(batch["advantages"], mask=mask, group=data_parallel_group())
-    return kl
+        advantages = whiten(advantages, mask=mask, group=data_parallel_group())
+    return Experience(
+        **vars(drawn),
+        ref_log_probs=judged.ref_log_probs,
+        old_log_probs=judged.old_log_probs,
+        entropy=judged.entropy,
+        kl=kl,
+        advantages=advantages,
+        values=None if values is None else values[:, :-1],
+        returns=None if values is None else estimate.returns,
+    )
+
+
+def _last_values(values: Tensor, mask: Tensor) -> Tensor:
+    """[n]: of the column of the last response token, where the critic has read the whole response."""
+    last = mask.shape[1] - mask.flip(1).int().argmax(dim=1, keepdim=True)
+    return values.gather(1, last).squeeze(1)
 
 
 def _check_estimate(estimate: Estimate, estimator: AdvantageEstimator, mask: Tensor) -> None:

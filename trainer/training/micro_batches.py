@@ -10,27 +10,44 @@ Simplified: padding within a micro-batch stays; sequences are not packed into on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Required, TypedDict
 
 import torch
 from torch import Tensor
 
+from trainer.config.schema import AlgoConfig
+from trainer.data.batch import Sequences, SequencesT
 from trainer.megatron.groups import max_over_ranks
-
-Batch = Mapping[str, Tensor]
 
 _LENGTH_MULTIPLE = 8
 
 
-class Split(TypedDict, total=False):
-    """How a pass splits its batch, as keyword arguments: ``algo.micro_batch_size``, ``algo.micro_batch_tokens`` (by
-    length, if there is a number), and the minibatches that a forward pass has to foresee; see :func:`micro_batches`."""
+@dataclass(frozen=True)
+class Split:
+    """How a pass splits its batch.
 
-    micro_batch_size: Required[int]
-    micro_batch_tokens: int | None
-    minibatches: int
+    Attributes:
+        micro_batch_size: sequences of a micro-batch, where there is no ``micro_batch_tokens``.
+        micro_batch_tokens: instead, sequences of like length, at most so many tokens of them with padding; a single
+            longer sequence is a micro-batch of its own. Longest first, so that memory peaks at once.
+        minibatches: group the rows of each of so many equal chunks apart. A forward pass over a whole batch then has
+            the very micro-batches that training on its minibatches will have, and computes the same bits.
+    """
+
+    micro_batch_size: int
+    micro_batch_tokens: int | None = None
+    minibatches: int = 1
+
+    @classmethod
+    def of_training(cls, settings: AlgoConfig) -> Split:
+        """How training splits a minibatch."""
+        return cls(settings.micro_batch_size, settings.micro_batch_tokens)
+
+    @classmethod
+    def of_scoring(cls, settings: AlgoConfig) -> Split:
+        """How a forward pass splits the whole batch of a step."""
+        return cls(settings.micro_batch_size, settings.micro_batch_tokens, settings.minibatches)
 
 
 @dataclass(frozen=True)
@@ -40,42 +57,24 @@ class MicroBatch:
     rows: Tensor | slice
     columns: int
 
-    def take(self, batch: Batch) -> dict[str, Tensor]:
-        """These rows of a batch as in :mod:`trainer.training.step`, columns of every per-token tensor cut alike."""
-        surplus = batch["tokens"].shape[1] - self.columns
-        taken = {name: tensor[self.rows] for name, tensor in batch.items()}
-        return {name: t[:, : t.shape[1] - surplus] if t.dim() > 1 else t for name, t in taken.items()}
+    def take(self, batch: SequencesT) -> SequencesT:
+        return batch.select(self.rows).cut(self.columns)
 
 
-def sequence_lengths(batch: Batch) -> Tensor:
-    """[n]: columns of ``tokens`` up to and with the last response token (prompt and response; 0 without a response)."""
-    mask = batch["response_mask"]
-    return (torch.arange(2, mask.shape[1] + 2, device=mask.device) * mask).amax(dim=1)
-
-
-def micro_batches(
-    batch: Batch, *, micro_batch_size: int, micro_batch_tokens: int | None = None, minibatches: int = 1
-) -> list[MicroBatch]:
-    """The micro-batches of a rank's batch; together they cover every row once.
-
-    Args:
-        micro_batch_size: sequences in each, in the order of the batch, uncut. Not read with a token budget.
-        micro_batch_tokens: the budget: at most so many rows times columns in each, padding counted, save that a single
-            longer sequence is a micro-batch of its own. Longest first, so that memory peaks at once. Collective over
-            the data-parallel ranks, which must have equally many rows.
-        minibatches: group the rows of each of so many equal chunks apart. A forward pass over a whole batch then has
-            the very micro-batches that training on its minibatches will have, and computes the same bits.
-    """
-    n, columns = batch["tokens"].shape
-    if micro_batch_tokens is None:
-        return [MicroBatch(slice(start, start + micro_batch_size), columns) for start in range(0, n, micro_batch_size)]
-    lengths: list[int] = sequence_lengths(batch).tolist()
+def micro_batches(batch: Sequences, split: Split) -> list[MicroBatch]:
+    """The micro-batches of a rank's batch; together they cover every row once. By length, this is collective over the
+    data-parallel ranks, which must have equally many rows."""
+    n, columns = batch.tokens.shape
+    if split.micro_batch_tokens is None:
+        size = split.micro_batch_size
+        return [MicroBatch(slice(start, start + size), columns) for start in range(0, n, size)]
+    lengths: list[int] = batch.lengths().tolist()
     found = []
-    for chunk in torch.arange(n).chunk(minibatches):
+    for chunk in torch.arange(n).chunk(split.minibatches):
         start, own = int(chunk[0]), lengths[int(chunk[0]) : int(chunk[-1]) + 1]
-        groups = group_by_length(own, token_budget=micro_batch_tokens)
+        groups = group_by_length(own, token_budget=split.micro_batch_tokens)
         for group in split_to_count(groups, count=max_over_ranks(len(groups)), lengths=own):
-            rows = torch.tensor(group, device=batch["tokens"].device) + start
+            rows = torch.tensor(group, device=batch.tokens.device) + start
             found.append(MicroBatch(rows, min(_padded(own[group[0]]), columns)))
     return found
 
@@ -104,13 +103,13 @@ def split_to_count(groups: Sequence[list[int]], *, count: int, lengths: Sequence
     return groups
 
 
-def in_order(results: Sequence[Tensor], parts: Sequence[MicroBatch], *, batch: Batch) -> Tensor:
+def in_order(results: Sequence[Tensor], parts: Sequence[MicroBatch], *, batch: Sequences) -> Tensor:
     """Per-token results of micro-batches as one tensor over the batch, zero where they were cut.
 
     Args:
         results: of each of ``parts``, [rows, columns, ...] or, aligned with ``response_mask``, one column less.
     """
-    n, columns = batch["tokens"].shape
+    n, columns = batch.tokens.shape
     columns += results[0].shape[1] - parts[0].columns
     whole = results[0].new_zeros(n, columns, *results[0].shape[2:])
     for result, part in zip(results, parts, strict=True):

@@ -1,12 +1,5 @@
 """Forward-only passes and optimizer steps of one role over a batch, through Megatron's schedules.
 
-A batch is a mapping of tensors with equal first dimension n (sequences of this rank):
-
-    tokens [n, s]           prompt, response, padding on the right
-    response_mask [n, s-1]  column t is about tokens[:, t + 1]: True where that is a response token
-    everything per token    [n, s-1], aligned with response_mask
-    everything per sequence [n]
-
 Losses are sums over tokens (or sequences) with their count; Megatron divides the summed gradients by the count over
 all micro-batches and ranks, so no split changes a mean.
 
@@ -16,11 +9,11 @@ ranks, [n, s, v / tp]; outputs exist on the last pipeline stage, which hands wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, distributed
@@ -31,6 +24,7 @@ from trainer.algo.kl import kl_estimate
 from trainer.algo.log_probs import log_probs_and_entropy, log_probs_from_logits
 from trainer.algo.masked import zero_padding
 from trainer.config.schema import AlgoConfig
+from trainer.data.batch import Experience, Sequences, SequencesT
 from trainer.megatron.groups import (
     from_last_stage,
     is_last_stage,
@@ -40,44 +34,39 @@ from trainer.megatron.groups import (
 )
 from trainer.megatron.moe import LoadBalance
 from trainer.roles.role import FORWARD, Role
-from trainer.training.micro_batches import Batch, Split, in_order, micro_batches
+from trainer.training.micro_batches import Split, in_order, micro_batches
 
 LossTerms = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Loss:
+class Loss(Generic[SequencesT]):
     """What is trained: (model output, micro-batch) -> (summed loss, its count, sums to report).
 
     ``aggregation``, ``fixed_length``: how :func:`trainer.algo.losses.aggregate` sums it.
     """
 
-    compute: Callable[[Tensor, Batch], LossTerms]
+    compute: Callable[[Tensor, SequencesT], LossTerms]
     aggregation: str
     fixed_length: int | None = None
 
-    def __call__(self, output: Tensor, batch: Batch) -> LossTerms:
+    def __call__(self, output: Tensor, batch: SequencesT) -> LossTerms:
         return self.compute(output, batch)
 
-    def sequence_weights(self, batch: Batch) -> Tensor:
+    def sequence_weights(self, batch: SequencesT) -> Tensor:
         """[b]: what a loss of one per response token comes to, by sequence."""
         how = {"mode": self.aggregation, "fixed_length": self.fixed_length}
-        rows = batch["response_mask"].split(1)
+        rows = batch.response_mask.split(1)
         return torch.stack([losses.aggregate(row.float(), mask=row, **how)[0] for row in rows])
-
-
-def select(batch: Batch, rows: Tensor | slice) -> dict[str, Tensor]:
-    """The given sequences of a batch."""
-    return {name: tensor[rows] for name, tensor in batch.items()}
 
 
 def _run_schedule(
     role: Role,
-    micro_batches: list[dict[str, Tensor]],
+    micro_batches: Sequence[SequencesT],
     on_output: Callable[..., Any],
     *,
     forward_only: bool,
-    around: Callable[[Batch], AbstractContextManager[Any]] = nullcontext,
+    around: Callable[[SequencesT], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Any]:
     """Megatron's forward(-backward) over the micro-batches; what ``on_output`` reports of each, in order, on the last
     pipeline stage (elsewhere nothing). The forward pass of a micro-batch happens inside ``around`` it."""
@@ -87,18 +76,18 @@ def _run_schedule(
         """Sequence parallel: each tensor-parallel rank takes an equal part of the columns."""
         return functional.pad(tokens, (0, -tokens.shape[1] % tensor_parallel_group().size()))
 
-    def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+    def forward_step(iterator: Iterator[SequencesT], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
-        tokens = padded(micro_batch["tokens"])
+        tokens = padded(micro_batch.tokens)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         with around(micro_batch):
             return model(tokens, positions, None), partial(on_columns, micro_batch)
 
-    def on_columns(micro_batch: Batch, output: Tensor, **options: bool) -> Any:
-        return on_output(micro_batch, output[:, : micro_batch["tokens"].shape[1]], **options)
+    def on_columns(micro_batch: SequencesT, output: Tensor, **options: bool) -> Any:
+        return on_output(micro_batch, output[:, : micro_batch.tokens.shape[1]], **options)
 
     iterators = [iter(micro_batches) for _ in role.chunks]
-    rows, length = padded(micro_batches[0]["tokens"]).shape  # of all of them, where pipeline stages need to know
+    rows, length = padded(micro_batches[0].tokens).shape  # of all of them, where pipeline stages need to know
     reported = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -115,14 +104,14 @@ def _run_schedule(
 
 
 def _forward(
-    role: Role, batch: Batch, reduce: Callable[[Tensor, Batch], tuple[Tensor, ...]], **split: Unpack[Split]
+    role: Role, batch: SequencesT, reduce: Callable[[Tensor, SequencesT], tuple[Tensor, ...]], *, split: Split
 ) -> tuple[Tensor, ...]:
     """Forward-only passes; ``reduce`` turns each output into small tensors before the next micro-batch runs. They come
     back as tensors over the whole batch, the same on every rank that holds a part of the model."""
     role.require(FORWARD)
-    parts = micro_batches(batch, **split)
+    parts = micro_batches(batch, split)
 
-    def on_output(micro_batch: Batch, output: Tensor, *, non_loss_data: bool) -> Any:
+    def on_output(micro_batch: SequencesT, output: Tensor, *, non_loss_data: bool) -> Any:
         return reduce(output, micro_batch)
 
     with torch.no_grad():
@@ -132,30 +121,30 @@ def _forward(
 
 
 def log_probs(
-    role: Role, batch: Batch, *, temperature: float, vocab_size: int, **split: Unpack[Split]
+    role: Role, batch: Sequences, *, temperature: float, vocab_size: int, split: Split
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the tokens and entropies of their distributions under the role's active weights, each [n, s-1].
 
     By length (see :mod:`trainer.training.micro_batches`), columns after a sequence's end may hold zeros.
     """
 
-    def reduce(logits: Tensor, micro_batch: Batch) -> tuple[Tensor, Tensor]:
+    def reduce(logits: Tensor, micro_batch: Sequences) -> tuple[Tensor, Tensor]:
         return log_probs_and_entropy(
             logits[:, :-1],
-            micro_batch["tokens"][:, 1:],
+            micro_batch.tokens[:, 1:],
             temperature=temperature,
             vocab_size=vocab_size,
             group=_vocabulary_group(),
         )
 
-    token_log_probs, entropy = _forward(role, batch, reduce, **split)
+    token_log_probs, entropy = _forward(role, batch, reduce, split=split)
     return token_log_probs, entropy
 
 
-def values(role: Role, batch: Batch, **split: Unpack[Split]) -> Tensor:
+def values(role: Role, batch: Sequences, *, split: Split) -> Tensor:
     """Values [n, s] in fp32: column t is the value of the text up to and including tokens[:, t]; by length, columns
     after a sequence's end may hold zeros."""
-    return _forward(role, batch, lambda output, _: (output.squeeze(-1).float(),), **split)[0]
+    return _forward(role, batch, lambda output, _: (output.squeeze(-1).float(),), split=split)[0]
 
 
 def _vocabulary_group() -> distributed.ProcessGroup | None:
@@ -164,7 +153,7 @@ def _vocabulary_group() -> distributed.ProcessGroup | None:
     return group if group.size() > 1 else None
 
 
-def train_minibatch(role: Role, batch: Batch, loss: Loss, **split: Unpack[Split]) -> dict[str, float]:
+def train_minibatch(role: Role, batch: SequencesT, loss: Loss[SequencesT], *, split: Split) -> dict[str, float]:
     """One optimizer step. Without a single response token on any rank nothing is changed.
 
     Returns:
@@ -174,17 +163,17 @@ def train_minibatch(role: Role, batch: Batch, loss: Loss, **split: Unpack[Split]
     reports: list[dict[str, Tensor]] = []
     model = role.config.model
     balance, is_mixture = LoadBalance(layers=model.layers), model.num_experts is not None
-    parts = micro_batches(batch, **split)
+    parts = micro_batches(batch, split)
 
-    def on_output(micro_batch: Batch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def on_output(micro_batch: SequencesT, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         numerator, count, stats = loss(output, micro_batch)
         reports.append({**stats, "loss_sum": numerator.detach().clone(), "loss_count": count})
         return numerator, count.int(), {}
 
-    def around(micro_batch: Batch) -> AbstractContextManager[None]:
+    def around(micro_batch: SequencesT) -> AbstractContextManager[None]:
         if not is_mixture:
             return nullcontext()
-        return balance.watch(micro_batch["response_mask"], weights=loss.sequence_weights(micro_batch))
+        return balance.watch(micro_batch.response_mask, weights=loss.sequence_weights(micro_batch))
 
     with role.training():
         _run_schedule(role, [part.take(batch) for part in parts], on_output, forward_only=False, around=around)
@@ -200,39 +189,39 @@ def _summed(reports: list[dict[str, Tensor]], aux_losses: dict[str, Tensor]) -> 
     return sum_over_ranks(sums | aux_losses)
 
 
-def supervised_loss(*, vocab_size: int) -> Loss:
+def supervised_loss(*, vocab_size: int) -> Loss[Sequences]:
     """Cross-entropy of the response tokens, token mean."""
 
-    def loss(logits: Tensor, batch: Batch) -> LossTerms:
+    def loss(logits: Tensor, batch: Sequences) -> LossTerms:
         token_log_probs = log_probs_from_logits(
             logits[:, :-1],
-            batch["tokens"][:, 1:],
+            batch.tokens[:, 1:],
             temperature=1.0,
             vocab_size=vocab_size,
             group=_vocabulary_group(),
         )
-        return *losses.aggregate(-token_log_probs, mask=batch["response_mask"], mode="token_mean"), {}
+        return *losses.aggregate(-token_log_probs, mask=batch.response_mask, mode="token_mean"), {}
 
     return Loss(loss, "token_mean")
 
 
-def policy_loss(settings: AlgoConfig, *, temperature: float, vocab_size: int, kl_coef: float) -> Loss:
+def policy_loss(settings: AlgoConfig, *, temperature: float, vocab_size: int, kl_coef: float) -> Loss[Experience]:
     """Clipped PPO objective, minus the entropy bonus, plus KL to the reference where it is a loss."""
     kl = settings.kl
 
-    def loss(logits: Tensor, batch: Batch) -> LossTerms:
-        mask = batch["response_mask"]
+    def loss(logits: Tensor, batch: Experience) -> LossTerms:
+        mask = batch.response_mask
         token_log_probs, entropy = log_probs_and_entropy(
             logits[:, :-1],
-            batch["tokens"][:, 1:],
+            batch.tokens[:, 1:],
             temperature=temperature,
             vocab_size=vocab_size,
             group=_vocabulary_group(),
         )
         per_token, stats = losses.policy_loss(
             token_log_probs,
-            old_log_probs=batch["old_log_probs"],
-            advantages=batch["advantages"],
+            old_log_probs=batch.old_log_probs,
+            advantages=batch.advantages,
             response_mask=mask,
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
@@ -244,7 +233,7 @@ def policy_loss(settings: AlgoConfig, *, temperature: float, vocab_size: int, kl
         if kl.placement == "loss":
             per_token = per_token + kl_coef * kl_estimate(
                 token_log_probs,
-                ref_log_probs=batch["ref_log_probs"],
+                ref_log_probs=batch.ref_log_probs,
                 response_mask=mask,
                 estimator=kl.estimator,
                 clamp=kl.clamp,
@@ -255,15 +244,17 @@ def policy_loss(settings: AlgoConfig, *, temperature: float, vocab_size: int, kl
     return Loss(loss, settings.loss_aggregation, settings.loss_length)
 
 
-def value_loss(settings: AlgoConfig) -> Loss:
+def value_loss(settings: AlgoConfig) -> Loss[Experience]:
     """Clipped squared error of the values before each response token."""
 
-    def loss(output: Tensor, batch: Batch) -> LossTerms:
-        mask = batch["response_mask"]
+    def loss(output: Tensor, batch: Experience) -> LossTerms:
+        mask = batch.response_mask
+        assert batch.values is not None, "no critic judged this experience"
+        assert batch.returns is not None
         per_token, stats = losses.value_loss(
             output.squeeze(-1)[:, :-1],
-            old_values=batch["values"],
-            returns=batch["returns"],
+            old_values=batch.values,
+            returns=batch.returns,
             response_mask=mask,
             value_clip=settings.value_clip,
         )

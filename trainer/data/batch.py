@@ -1,0 +1,91 @@
+"""The batches of a step: sequences, what a rollout drew, and the experience that roles train on."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+SequencesT = TypeVar("SequencesT", bound="Sequences")
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """n sequences of one rank: prompt, response, padding on the right.
+
+    Ranks that hold a model together have the same ones. A subclass adds what is known of each sequence, [n], or of each
+    token, [n, s-1], aligned with ``response_mask``; None where a run has no such thing.
+
+    Attributes:
+        tokens: [n, s] int64.
+        response_mask: [n, s-1] bool; column t is about tokens[:, t + 1]: True where that is a response token.
+    """
+
+    tokens: Tensor
+    response_mask: Tensor
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def select(self: SequencesT, rows: Tensor | slice) -> SequencesT:
+        """The given sequences."""
+        rows = rows if isinstance(rows, slice) else rows.to(self.tokens.device)
+        return dataclasses.replace(self, **{name: tensor[rows] for name, tensor in self.tensors().items()})
+
+    def cut(self: SequencesT, columns: int) -> SequencesT:
+        """The first ``columns`` of ``tokens``, and what is about them."""
+        surplus = self.tokens.shape[1] - columns
+        per_token = {name: tensor for name, tensor in self.tensors().items() if tensor.dim() == 2}
+        return dataclasses.replace(self, **{name: t[:, : t.shape[1] - surplus] for name, t in per_token.items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name -> tensor of every field that holds one."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def lengths(self) -> Tensor:
+        """[n]: columns of ``tokens`` up to and with the last response token (prompt and response; 0 without a
+        response)."""
+        mask = self.response_mask
+        return (torch.arange(2, mask.shape[1] + 2, device=mask.device) * mask).amax(dim=1)
+
+
+@dataclass(frozen=True)
+class RolloutBatch(Sequences):
+    """What a rollout drew, and what it is worth.
+
+    Attributes:
+        engine_log_probs: [n, s-1] fp32, the engine's own log-prob of each response token; 0 elsewhere.
+        truncated: [n] bool, cut off at the longest length.
+        scores: [n] fp32, the task's verdicts, or what ``reward`` pays.
+        weights_step: the PPO step that trained the weights it was drawn with; 0: those of the warm-up.
+    """
+
+    engine_log_probs: Tensor
+    truncated: Tensor
+    scores: Tensor
+    weights_step: int
+
+
+@dataclass(frozen=True)
+class Experience(RolloutBatch):
+    """What roles train on. Everything per token is [n, s-1] fp32.
+
+    Attributes:
+        ref_log_probs: under the reference model.
+        old_log_probs: under the weights before this step's training, computed as training computes them.
+        entropy: of the distributions that the tokens are drawn from, under the same weights.
+        kl: estimate of the KL divergence to the reference, not scaled.
+        advantages: what the actor's loss weighs tokens with.
+        values, returns: the critic's values before each token, and what they are to become; None without a critic.
+    """
+
+    ref_log_probs: Tensor
+    old_log_probs: Tensor
+    entropy: Tensor
+    kl: Tensor
+    advantages: Tensor
+    values: Tensor | None
+    returns: Tensor | None
