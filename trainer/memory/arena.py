@@ -49,6 +49,11 @@ class HostArena:
         """Size of an arena for copies of ``tensors``."""
         return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
+    @property
+    def whole(self) -> torch.Tensor:
+        """All of it as bytes, [size_bytes] uint8."""
+        return self._flat[: self.size_bytes]
+
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """The next piece of the arena as a contiguous tensor of ``tensor``'s shape and dtype."""
         start = self._used_bytes
