@@ -163,7 +163,7 @@ def _moments(
         yield moment("sync engine", with_actor)
     for role, sizes in roles.items():
         rebuilds = plan.row(role, "param").keeper == "main_params" and plan.row(role, "optim").keeper == "arena"
-        if rebuilds and config.platform.name == "cuda":  # main params go to the device once more, to be read there
+        if rebuilds:  # main params go to the device once more, to be read there
             yield moment(f"rebuild {role}", {role: "forward"}, transient=sizes.main_params)
         yield moment(f"{role} forward", {role: "forward"})
     for role in roles:
