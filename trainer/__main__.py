@@ -7,10 +7,10 @@ from pathlib import Path
 
 import hydra
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
 
 from trainer.command import jobs
 from trainer.command.hydra_job import JobError, hydra_job
+from trainer.common.terminal import new_console
 from trainer.config import compose as configuration
 from trainer.config.hints import hint_for, hint_for_flags
 
@@ -20,10 +20,10 @@ def _show_sweep(sweep: Path) -> str | None:
     table = jobs.sweep_table(sweep)
     if not table.rows:
         return "the sweep has no jobs, since one of its overrides lists no values"
-    Console().print(table)
+    new_console().print(table)
     failures = jobs.failure_lines(sweep)
     for line in failures:
-        Console().print(line, soft_wrap=True, markup=False, highlight=False)
+        new_console().print(line, soft_wrap=True, highlight=False)
     _compare(sweep)
     return f"{len(failures) // 2} of {len(table.rows)} jobs did not finish" if failures else None
 
@@ -34,7 +34,7 @@ def _compare(sweep: Path) -> None:
         from trainer.report.compare_page import write_comparison
 
         page = write_comparison([sweep], output=sweep).page
-        Console().print(f"comparison: {page}", soft_wrap=True)
+        new_console().print(f"comparison: {page}", soft_wrap=True)
     except Exception as error:
         print(f"the comparison could not be written: {type(error).__name__}: {error}", file=sys.stderr)
 

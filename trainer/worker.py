@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed
 
 from trainer.checkpoint import folder
-from trainer.common.files import UnwritableFile
 from trainer.config.identity import to_plain
 from trainer.config.pieces import make_estimator, make_task
 from trainer.config.schema import Config
@@ -95,8 +94,8 @@ def run(job: Job) -> dict[str, Any]:
         of_writer = footprint(job.config, vocab_size=parts.vocab_size, engine=engine, stage=0)
         try:
             write_report(job.directory, config=to_plain(job.config), summary=summary, plan=plan_rows(of_writer))
-        except UnwritableFile as error:  # the job has finished all the same: its records are whole
-            print(f"no report: {error}", file=sys.stderr)
+        except Exception as error:  # the job has finished all the same: its records are whole
+            print(f"no report: {type(error).__name__}: {error}", file=sys.stderr)
     return result
 
 

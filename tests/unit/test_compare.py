@@ -315,7 +315,7 @@ def test_an_error_of_the_comparison_does_not_hide_the_sweeps_result(sweep: Path,
     assert command_line._show_sweep(sweep) is None
     shown = capsys.readouterr()
     assert shown.out.count("finished") == 4
-    assert shown.err.startswith("the comparison could not be written: IsADirectoryError: ")
+    assert shown.err.startswith("the comparison could not be written: UnwritableFile: ")
 
 
 def test_a_benchmark_is_no_run(tmp_path: Path) -> None:

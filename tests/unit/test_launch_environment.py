@@ -2,15 +2,17 @@
 
 import ctypes.util
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import torch_memory_saver
 
 from trainer.command import launch_environment
 from trainer.command.launch_environment import worker_environment
 
-THREADS = {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "3"}
+ALWAYS = {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "3", "MPLBACKEND": "agg"}
 
 
 @pytest.fixture(autouse=True)
@@ -23,12 +25,12 @@ def clean_environment(monkeypatch):
 def test_cpu_workers_see_no_gpu_and_preload_nothing(sleeps):
     before = dict(os.environ)
     environment = worker_environment(platform="cpu", sleeps=sleeps, threads_per_worker=3)
-    assert environment == THREADS | {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
+    assert environment == ALWAYS | {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
     assert dict(os.environ) == before
 
 
 def test_cuda_without_sleep_preloads_nothing():
-    assert worker_environment(platform="cuda", sleeps=False, threads_per_worker=3) == THREADS | {
+    assert worker_environment(platform="cuda", sleeps=False, threads_per_worker=3) == ALWAYS | {
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
@@ -59,12 +61,22 @@ def test_library_of_torchs_cuda_comes_first_then_its_runtime_then_the_users(monk
     monkeypatch.setattr(launch_environment, "_check_loads", checked.append)
     monkeypatch.setenv("LD_PRELOAD", "/opt/a.so /opt/old/torch_memory_saver.so:/opt/b.so")
 
-    preload = worker_environment(platform="cuda", sleeps=True, threads_per_worker=1)["LD_PRELOAD"]
+    environment = worker_environment(platform="cuda", sleeps=True, threads_per_worker=1)
 
-    saver, *rest = preload.split(":")
+    saver, *rest = (preload := environment["LD_PRELOAD"]).split(":")
     assert Path(saver).name == f"torch_memory_saver_hook_mode_preload_cu{major}.abi3.so"
     assert rest == [str(runtime), "/opt/a.so", "/opt/b.so"]
     assert checked == [preload]
+    assert environment["TMS_INIT_ENABLE"] == environment["TMS_INIT_ENABLE_CPU_BACKUP"] == "0"
+
+
+def test_variables_on_which_the_saver_would_end_the_process_are_set_for_it():
+    """Every one that the installed library reads; an empty value or an unknown word would end a worker without a word
+    of ours."""
+    library = Path(torch_memory_saver.__path__[0]).parent / "torch_memory_saver_hook_mode_preload.abi3.so"
+    read = {name.decode() for name in re.findall(rb"TMS_(?:INIT|RETAIN)\w+", library.read_bytes())}
+    assert "TMS_INIT_ENABLE" in read
+    assert read == set(launch_environment._SAVER_VARIABLES)
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the library loads where CUDA is installed")

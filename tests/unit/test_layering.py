@@ -158,7 +158,7 @@ def writes_environment(node: ast.AST) -> bool:
 
 def test_the_environment_is_written_in_one_place():
     writers = {module for module in MODULES if any(writes_environment(node) for node in nodes(module))}
-    assert writers - {"patches.probe"} == {"trainer.command.launch"}  # the probe's are in processes of its own
+    assert writers - {"patches.probe"} == {"trainer.command.process_state"}  # the probe's are in processes of its own
 
 
 def test_the_parent_neither_imports_megatron_nor_touches_a_device():
@@ -177,3 +177,14 @@ def test_the_parent_neither_imports_megatron_nor_touches_a_device():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "[] False\n", done.stderr
+
+
+def test_one_function_makes_every_console():
+    """So that no text of the user's is taken for markup."""
+    makers = {
+        module
+        for module in MODULES
+        for node in nodes(module)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("Console", "from_markup")
+    }
+    assert makers == {"trainer.common.terminal"}

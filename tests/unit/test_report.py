@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from trainer.config.schema import LoggerConfig
 from trainer.report import (
     MEMORY_FILE,
     METRICS_FILE,
+    Logger,
     Progress,
     RunRecords,
     Table,
@@ -414,3 +416,26 @@ def test_unknown_logger_names_the_override(tmp_path: Path) -> None:
 def test_importing_the_package_imports_neither_torch_nor_matplotlib() -> None:
     code = "import sys, trainer.report; print([m for m in ('torch', 'matplotlib', 'wandb') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+
+
+def test_a_figure_that_fails_costs_only_the_figures(run_directory: Path) -> None:
+    """Here matplotlib refuses to be imported."""
+    code = (
+        "import sys; from pathlib import Path; from trainer.report import write_report\n"
+        "print(write_report(Path(sys.argv[1]), config={}, summary={}).read_text())"
+    )
+    command, environment = [sys.executable, "-c", code, str(run_directory)], os.environ | {"MPLBACKEND": "banana"}
+    report = subprocess.check_output(command, env=environment, text=True)
+    assert "No more figures: ValueError: " in report
+    assert "'banana' is not a valid value" in report
+    assert "| actor | param |" in report
+
+
+def test_a_logger_that_cannot_be_closed_does_not_fail_a_finished_run(capsys: pytest.CaptureFixture[str]) -> None:
+    class Unreachable(Logger):
+        def close(self, *, failed: bool = False) -> None:
+            raise ConnectionError("no route to host")
+
+    with Unreachable():
+        pass
+    assert capsys.readouterr().err == "the logger could not be closed: ConnectionError: no route to host\n"

@@ -18,6 +18,7 @@ from rich.console import Console
 from trainer.bench import cases
 from trainer.command.launch import WorkerError, launch
 from trainer.command.launch_environment import worker_environment
+from trainer.common.terminal import new_console
 from trainer.config import compose as configuration
 from trainer.config.hints import hint_for
 from trainer.config.schema import Config
@@ -39,7 +40,7 @@ def run_job(prepare: Callable[[list[str]], _Prepared], run: Callable[[_Prepared,
         hint = hint_for(error)
         print(f"error: {error}" + (f"\nhint: {hint}" if hint else ""), file=sys.stderr)
         sys.exit(1)
-    if not run(prepared, directory, Console(width=None if sys.stdout.isatty() else 240)):
+    if not run(prepared, directory, new_console(width=None if sys.stdout.isatty() else 240)):
         sys.exit(1)
 
 
@@ -68,6 +69,6 @@ def run_workers(worker: Any, job: HasConfig, name: str, directory: Path, console
         return launch(worker, job, nproc=config.launch.nproc, log_dir=log_dir, environment=environment)
     except (WorkerError, ValueError) as error:
         for path in sorted(log_dir.glob("*.traceback")):
-            console.print(path.read_text(), markup=False, highlight=False, soft_wrap=True)
-        console.print(f"{name} failed: {error}", markup=False, soft_wrap=True)
+            console.print(path.read_text(), highlight=False, soft_wrap=True)
+        console.print(f"{name} failed: {error}", soft_wrap=True)
         return {"error": str(error)}

@@ -17,12 +17,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.common.files import sync, write_whole
 from trainer.config.identity import to_plain
 from trainer.config.schema import Config
 
@@ -67,7 +69,10 @@ def begin(folder: Path, step: int) -> Path:
 def remove_leftovers(folder: Path) -> None:
     """Remove what killed saves left. Only when nobody is saving."""
     for leftover in folder.glob(f"*{_TEMPORARY}"):
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        if leftover.is_dir() and re.fullmatch(r"step_\d+", leftover.stem):
+            shutil.rmtree(leftover)
+        elif leftover.stem in (_LATEST, _BEST):
+            leftover.unlink()
 
 
 def commit(temporary: Path, manifest: Manifest, *, keep_last: int, keep_best: bool) -> Path:
@@ -76,15 +81,14 @@ def commit(temporary: Path, manifest: Manifest, *, keep_last: int, keep_best: bo
     With ``keep_best`` it is named the best too if no older one has reached its held-out accuracy; the best is kept.
     """
     folder, final = temporary.parent, temporary.with_suffix("")
-    _write_to_disk(temporary / _MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
-    sync(temporary)
+    write_whole(temporary / _MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
     if final.exists():  # of a later life of the run that went on from an earlier checkpoint: never the latest
         shutil.rmtree(final)
     os.replace(temporary, final)
     sync(folder)
     if keep_best and _is_best(manifest, folder):
-        _point(folder / _BEST, final)
-    _point(folder / _LATEST, final)
+        write_whole(folder / _BEST, f"{final.name}\n")
+    write_whole(folder / _LATEST, f"{final.name}\n")
     past, kept = [path for path in _steps(folder) if _step_of(path) <= manifest.step], best(folder.parent)
     for old in past[:-keep_last]:
         if old != kept:
@@ -92,28 +96,11 @@ def commit(temporary: Path, manifest: Manifest, *, keep_last: int, keep_best: bo
     return final
 
 
-def _point(pointer: Path, checkpoint: Path) -> None:
-    """Let the file ``pointer`` name ``checkpoint``, at once and on disk."""
-    temporary = pointer.with_name(f"{pointer.name}{_TEMPORARY}")
-    _write_to_disk(temporary, checkpoint.name + "\n")
-    os.replace(temporary, pointer)
-    sync(pointer.parent)
-
-
 def _is_best(manifest: Manifest, folder: Path) -> bool:
     accuracy, before = manifest.record.get(_ACCURACY), best(folder.parent)
     if accuracy is None or before is None or _fault_in(before) is not None:
         return accuracy is not None
     return accuracy > json.loads((before / _MANIFEST).read_text())["record"][_ACCURACY]
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or a folder's list of names is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def latest(run_directory: Path) -> Path | None:
@@ -259,8 +246,3 @@ def _steps(folder: Path) -> list[Path]:
 def _step_of(checkpoint: Path) -> int:
     number = checkpoint.name.removeprefix("step_")
     return int(number) if number.isdigit() else -1
-
-
-def _write_to_disk(path: Path, text: str) -> None:
-    path.write_text(text)
-    sync(path)

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -25,9 +26,14 @@ def request_handler(stop_file: Path, second: Callable[[int, FrameType | None], o
             second(number, frame)
             return
         asked = True
-        stop_file.touch()
+        try:
+            stop_file.touch()
+        except OSError:  # a full disk, or a folder that is gone: nobody would learn of the request
+            second(number, frame)
+            return
         message = "SIGTERM: saving a checkpoint after the current step (another SIGTERM ends the job at once)\n"
-        os.write(2, message.encode())
+        with suppress(OSError):  # of a terminal that was closed
+            os.write(2, message.encode())
 
     return handle
 
@@ -42,7 +48,8 @@ def watch(stop_file: Path, *, parent: int) -> None:
 
     def wait() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-            stop_file.touch()
+            with suppress(OSError):
+                stop_file.touch()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -26,6 +26,7 @@ from trainer.command.attempts import exit_if_asked, launch_attempts
 from trainer.command.launch import WorkerError
 from trainer.command.nodes import Nodes, find_nodes
 from trainer.common.files import UnwritableFile
+from trainer.common.terminal import new_console
 from trainer.config import compose as configuration
 from trainer.config import objectives
 from trainer.config.hints import hint_for
@@ -59,7 +60,7 @@ def hydra_job(composed: DictConfig) -> float | tuple[float, ...]:
             stack.enter_context(jobs.own_output(directory))
         try:
             config = configuration.to_config(composed)
-            results = run_job(config, directory, Console())
+            results = run_job(config, directory, new_console())
             return objectives.values(results, names=config.objective)
         except (ValueError, ImportError, OmegaConfBaseException, WorkerError, UnwritableFile) as error:
             message = _message(error)

@@ -2,8 +2,7 @@
 
 Simplifies torch elastic (``torch.distributed.launcher.api.elastic_launch``, the library form of torchrun).
 Around it: this process is left as it was (environment, signal handlers, start method, loggers, no surviving
-child), the rank that failed first is the one blamed, and errors can be pickled. The only module that writes
-``os.environ``.
+child; :mod:`trainer.command.process_state`), the rank that failed first is the one blamed, and errors can be pickled.
 
 Files in ``log_dir``: ``rank_<n>.log`` (stderr and, of all ranks but 0, stdout), ``rank_<n>.traceback`` (of a
 rank that raised: the error in one line, then the traceback), ``elastic_<node>.log`` (torch elastic's own warnings).
@@ -13,14 +12,15 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,24 +29,23 @@ import rich
 from torch import distributed
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer.checkpoint import preemption
-from trainer.command import rendezvous
+from trainer.command import process_state, rendezvous
 from trainer.command.nodes import Nodes
 
 # A rank that raised stays connected this long: its peers fail after it, not with it, and a peer whose sudden
 # death made it raise is seen by elastic, which looks every 0.1 s, before it is.
 _SECONDS_BETWEEN_RAISE_AND_EXIT = 1.0
-_SECONDS_TO_MEET = 1200  # longer than collectives wait, after which workers of other nodes notice a failure at last
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # for which elastic sets handlers
 _FULL_DISK_BYTES = 2**20  # with less than this free a worker's error may not have been written
 _ONE_NODE = Nodes()
-_ELASTIC_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 
 class WorkerError(RuntimeError):
-    """A worker failed. One string: which rank, how it ended, its error in one line, where to read more."""
+    """A worker failed, or none could start. One string: which rank, how it ended, its error in one line, where to read
+    more."""
 
 
 def launch(
@@ -79,16 +78,17 @@ def launch(
     ranks = range(nodes.rank * nproc, (nodes.rank + 1) * nproc)
     log_dir = log_dir.resolve()
     log_dir.mkdir(parents=True, exist_ok=True)
-    for stale in log_dir.glob("rank_*"):  # not those of other nodes, which may have begun already
-        if nodes.count == 1 or int(stale.stem.removeprefix("rank_")) in ranks:
+    for stale in log_dir.glob("rank_*"):
+        named = re.fullmatch(r"rank_(\d+)\.(?:log|traceback)", stale.name)
+        if named and (nodes.count == 1 or int(named[1]) in ranks):  # other nodes may have begun already
             stale.unlink()
     if stop_file is not None:
         stop_file.unlink(missing_ok=True)
     arguments = pickle.dumps((worker, payload)), log_dir, stop_file
     resource_tracker.ensure_running()  # it outlives the launch, so it starts without `environment`
     try:
-        with _process_state_kept(environment, elastic_log=log_dir / f"elastic_{nodes.rank}.log"):
-            signals = [number for number in _SIGNALS if number != signal.SIGTERM or stop_file is None]
+        with process_state.kept(environment, elastic_log=log_dir / f"elastic_{nodes.rank}.log"):
+            signals = [number for number in process_state.SIGNALS if number != signal.SIGTERM or stop_file is None]
             if stop_file is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, preemption.request_handler(stop_file, _raise_signal))
             config = LaunchConfig(
@@ -100,30 +100,21 @@ def launch(
                 role="rank",  # lines of rank 0's stderr are shown as "[rank0]:..."
                 logs_specs=_FlatLogs(str(log_dir)),
                 signals_to_handle=",".join(number.name for number in signals),
-                **_rendezvous(nodes),
+                **rendezvous.settings(nodes),
             )
             results = elastic_launch(config, _run_worker)(*arguments)
         return pickle.loads(results[ranks[0]])
     except ChildFailedError as error:
         failure = WorkerError(_describe(error, ranks=ranks, world_size=nodes.count * nproc, log_dir=log_dir))
+    except (rendezvous.MeetingError, RendezvousError, distributed.DistError) as error:
+        where = "" if nodes.endpoint is None else f" at {nodes.endpoint}"
+        failure = WorkerError(f"the launchers of this job did not meet{where}: {str(error).splitlines()[0]}")
     except SignalException as error:  # an Exception: a sweep would count it as a failed job and go on
         failure = KeyboardInterrupt() if error.sigval == signal.SIGINT else SystemExit(128 + error.sigval)
     finally:
-        rich.get_console().show_cursor()  # a rank 0 that was killed inside a progress display left it hidden
+        with suppress(OSError):  # of a terminal that was closed
+            rich.get_console().show_cursor()  # a rank 0 that was killed inside a progress display left it hidden
     raise failure  # here, where it has no context that keeps elastic's semaphores alive
-
-
-def _rendezvous(nodes: Nodes) -> dict[str, Any]:
-    """One node meets itself at a port of its own; several meet where they were told, in the order of their ranks."""
-    if nodes.count == 1:
-        rendezvous.register()
-        return {"rdzv_backend": rendezvous.ONE_NODE, "run_id": "torpor"}
-    return {
-        "rdzv_backend": "static",
-        "run_id": "torpor",
-        "rdzv_endpoint": nodes.endpoint,
-        "rdzv_configs": {"rank": nodes.rank, "timeout": _SECONDS_TO_MEET},
-    }
 
 
 def _raise_signal(number: int, _: Any) -> NoReturn:
@@ -212,7 +203,9 @@ def _describe(error: ChildFailedError, *, ranks: range, world_size: int, log_dir
             end += ", often the system running out of host memory"
     else:
         end = f"ended with exit code {failure.exitcode} and no Python exception"
-        if shutil.disk_usage(log_dir).free < _FULL_DISK_BYTES:
+        if not log_dir.is_dir():
+            end += f"; {log_dir} was deleted meanwhile"
+        elif shutil.disk_usage(log_dir).free < _FULL_DISK_BYTES:
             end += f"; the disk of {log_dir} is full"
     path = _log_path(log_dir, rank)
     last_line = (_lines(path) or ["(nothing)"])[-1]
@@ -223,38 +216,3 @@ def _lines(path: Path) -> list[str]:
     """The lines of a file that are not blank; none if it was never written."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return [line for line in text.splitlines() if line.strip()]
-
-
-@contextmanager
-def _process_state_kept(environment: Mapping[str, str], *, elastic_log: Path) -> Iterator[None]:
-    """Set what a launch needs in this process; then undo that, and what elastic changed and left behind."""
-    variables = dict(os.environ)
-    start_method = multiprocessing.get_start_method(allow_none=True)
-    in_main_thread = threading.current_thread() is threading.main_thread()  # it sets them only there
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS if in_main_thread}
-    bystanders = set(multiprocessing.active_children())
-    loggers = [logging.getLogger(name) for name in _ELASTIC_LOGGERS]
-    propagate = [logger.propagate for logger in loggers]
-    log_handler = logging.FileHandler(elastic_log, mode="w", delay=True)
-
-    os.environ.update(environment)
-    multiprocessing.set_start_method("spawn", force=True)  # told to the children, who know no "loky" (joblib)
-    for logger in loggers:
-        logger.addHandler(log_handler)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for process in set(multiprocessing.active_children()) - bystanders:
-            process.kill()
-            process.join()
-        for logger, propagated in zip(loggers, propagate, strict=True):
-            logger.removeHandler(log_handler)
-            logger.propagate = propagated
-        log_handler.close()
-        multiprocessing.set_start_method(start_method, force=True)
-        for name in os.environ.keys() - variables.keys():
-            del os.environ[name]
-        os.environ.update(variables)

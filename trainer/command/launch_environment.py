@@ -15,6 +15,13 @@ import torch
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
+# torch_memory_saver reads these when it is loaded, and ends the process on a value that it does not know.
+_SAVER_VARIABLES = {
+    **dict.fromkeys(("TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP", "TMS_INIT_ENABLE_DISK_BACKUP"), "0"),
+    "TMS_INIT_CPU_BACKUP_BACKEND": "pinned",
+    "TMS_RETAIN_CPU_BACKUP": "0",  # memory.retain_cpu_backup is set in the worker
+}
+
 # Exits 1 when the dynamic linker ignored the library. A missing dependency makes the linker itself exit 127.
 _TEST_LOAD = "import sys; sys.exit(sys.argv[1] not in open('/proc/self/maps').read())"
 
@@ -28,6 +35,7 @@ def worker_environment(*, platform: str, sleeps: bool, threads_per_worker: int) 
     if sleeps:
         _refuse_expandable_segments()
     environment = {name: str(threads_per_worker) for name in _THREAD_VARIABLES}
+    environment["MPLBACKEND"] = "agg"  # figures go to files, and an unknown backend of the user's would prevent them
     if platform == "cpu":
         # Threads that wait must not spin: on a busy machine that is most of the time.
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -38,7 +46,7 @@ def worker_environment(*, platform: str, sleeps: bool, threads_per_worker: int) 
         # Makes cuBLAS deterministic, and its workspaces 32 MiB; they stay allocated while models sleep.
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if platform == "cuda" and sleeps:
-        environment["LD_PRELOAD"] = _preload()
+        environment |= {"LD_PRELOAD": _preload(), **_SAVER_VARIABLES}
     return environment
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,8 +23,20 @@ def naming(path: Path) -> Iterator[None]:
         raise UnwritableFile(f"cannot write {path}: {error.strerror or error}") from error
 
 
+def sync(path: Path) -> None:
+    """Wait until a file or a folder's list of names is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that know no such thing of folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file in one go; what cannot be encoded is escaped.
+    """Write a file in one go, on disk when this returns; what cannot be encoded is escaped.
 
     Raises:
         UnwritableFile: it could not be written; one of that name is as it was before.
@@ -32,7 +45,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
     try:
         with naming(path):
             unfinished.write_bytes(content if isinstance(content, bytes) else content.encode(errors="backslashreplace"))
+            sync(unfinished)  # before it has the name: a power cut must not leave an empty file of that name
             os.replace(unfinished, path)
+            sync(path.parent)
     except UnwritableFile:
         with suppress(OSError):
             unfinished.unlink()

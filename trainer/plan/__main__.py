@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
+from trainer.common.terminal import new_console
 from trainer.common.units import byte_unit
 from trainer.config import compose as configuration
 from trainer.config.hints import hint_for
@@ -160,7 +161,7 @@ def _hydra_job(composed: DictConfig) -> None:
     overrides, in_sweep = list(settings.overrides.task), settings.mode == RunMode.MULTIRUN
     os.chdir(settings.runtime.cwd)
     try:
-        plan_job(composed, overrides=overrides, in_sweep=in_sweep, console=Console())
+        plan_job(composed, overrides=overrides, in_sweep=in_sweep, console=new_console())
         return
     except (ValueError, ImportError, OmegaConfBaseException) as error:
         hint = hint_for(error)
@@ -183,7 +184,7 @@ def main() -> None:
     OmegaConf.register_new_resolver("temporary_directory", _temporary_directory, replace=True)
     _hydra_job()
     if _sweep:
-        Console().print(comparison_table(_sweep))
+        new_console().print(comparison_table(_sweep))
         if not all(job.prediction for job in _sweep):
             sys.exit(1)
 

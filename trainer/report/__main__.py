@@ -4,8 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
+from trainer.common.terminal import new_console
 from trainer.report.compare_page import write_comparison
 
 
@@ -24,8 +23,8 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    console = Console()
-    console.print(*comparison.facts, sep="\n", markup=False, highlight=False, soft_wrap=True)
+    console = new_console()
+    console.print(*comparison.facts, sep="\n", highlight=False, soft_wrap=True)
     for table in comparison.tables:
         console.print(table)
     console.print(f"comparison: {comparison.page}", soft_wrap=True)

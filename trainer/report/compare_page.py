@@ -2,12 +2,14 @@
 
 import base64
 import csv
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from trainer.common.files import write_whole
 from trainer.common.units import byte_unit, format_setting
 from trainer.report.compare import Run, read_runs
 from trainer.report.compare_groups import (
@@ -61,17 +63,18 @@ def write_comparison(directories: Iterable[Path], *, output: Path) -> Comparison
     page += [f'<div class="wide">{table.html()}</div>' for table in tables]
     for drawing in drawings:
         path = output / f"comparison_{drawing.name}.png"
-        path.write_bytes(drawing.png)
+        write_whole(path, drawing.png)
         markdown.append(f"## {drawing.title}\n\n{drawing.caption}\n\n![{drawing.title}]({path.name})")
         source = f"data:image/png;base64,{base64.b64encode(drawing.png).decode()}"
         page.append(f"<h2>{escape(drawing.title)}</h2>\n<p>{escape(drawing.caption)}</p>")
         page.append(f'<img src="{source}" alt="{escape(drawing.title)}">')
-    (output / MARKDOWN_FILE).write_text("\n\n".join(markdown) + "\n")
+    write_whole(output / MARKDOWN_FILE, "\n\n".join(markdown) + "\n")
     head = f'<meta charset="utf-8"><title>{escape(title)}</title>\n<style>{_STYLE}</style>'
     html = f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(page) + "\n</body></html>\n"
-    (output / PAGE_FILE).write_text(html)
-    with (output / CSV_FILE).open("w", newline="") as file:
-        csv.writer(file).writerows(csv_rows(runs))
+    write_whole(output / PAGE_FILE, html)
+    rows = io.StringIO(newline="")
+    csv.writer(rows).writerows(csv_rows(runs))
+    write_whole(output / CSV_FILE, rows.getvalue())
     return Comparison(facts, tables, output / PAGE_FILE)
 
 

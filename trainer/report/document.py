@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.common.files import write_whole
+from trainer.common.files import UnwritableFile, write_whole
 from trainer.common.units import format_setting, leaves
 from trainer.report.records import MEMORY_FILE, METRICS_FILE, Record, read_records
 from trainer.report.tables import final_tables, plan_table
@@ -32,15 +32,10 @@ def write_report(
         FileNotFoundError: the directory holds no record files.
         UnwritableFile: e.g. because the disk is full.
     """
-    from trainer.report import figures  # matplotlib waits until a report is written
-
     metrics, memory = read_records(directory / METRICS_FILE), read_records(directory / MEMORY_FILE)
     facts = "\n".join(f"- {name}: {value}" for name, value in summary.items())
     parts = [f"# {directory.resolve().name}", facts]
-    if figures.draw_training(metrics, directory / TRAINING_FIGURE):
-        parts += ["## Training", f"![Reward, held-out accuracy, KL, value loss, entropy]({TRAINING_FIGURE})"]
-    if figures.draw_memory(memory, directory / MEMORY_FIGURE):
-        parts += ["## Memory", f"![Host, asleep and GPU memory over time]({MEMORY_FIGURE})"]
+    parts += _figures(metrics, memory, directory)
     tables = [*([plan_table(plan)] if plan else []), *final_tables(metrics, memory, plan=plan)]
     parts += [f"## {table.title}\n\n{table.markdown()}" for table in tables]
     settings = [f"{key}={format_setting(value)}" for key, value in leaves(config)]
@@ -48,3 +43,20 @@ def write_report(
     path = directory / REPORT_FILE
     write_whole(path, "\n\n".join(part for part in parts if part) + "\n")
     return path
+
+
+def _figures(metrics: Sequence[Record], memory: Sequence[Record], directory: Path) -> list[str]:
+    """The two figures, as parts of the document; where matplotlib fails, why, since the numbers are whole without."""
+    parts = []
+    try:
+        from trainer.report import figures  # matplotlib waits until a report is written
+
+        if figures.draw_training(metrics, directory / TRAINING_FIGURE):
+            parts += ["## Training", f"![Reward, held-out accuracy, KL, value loss, entropy]({TRAINING_FIGURE})"]
+        if figures.draw_memory(memory, directory / MEMORY_FIGURE):
+            parts += ["## Memory", f"![Host, asleep and GPU memory over time]({MEMORY_FIGURE})"]
+    except UnwritableFile:
+        raise
+    except Exception as error:
+        parts.append(f"No more figures: {type(error).__name__}: {error}")
+    return parts

@@ -28,6 +28,7 @@ STYLE: dict[Any, Any] = {
     "grid.linewidth": 0.8,
     "legend.frameon": False,
     "lines.linewidth": 1.6,
+    "text.parse_math": False,  # labels are the user's text, in which "$" is no mathematics
 }
 
 

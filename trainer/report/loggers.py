@@ -1,6 +1,7 @@
 """Where metrics go besides metrics.jsonl (config group `logger`): nowhere, TensorBoard, Weights & Biases."""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -17,14 +18,17 @@ class Logger:
     def log(self, record: Record) -> None:
         """Log the finite numbers of a record under its step; text and nulls are left to metrics.jsonl."""
 
-    def close(self) -> None:
-        """Write out what is pending."""
+    def close(self, *, failed: bool = False) -> None:
+        """Write out what is pending; ``failed``: the run has not come to its end."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, exception_type: type[BaseException] | None, *rest: object) -> None:
+        try:
+            self.close(failed=exception_type is not None)
+        except Exception as error:  # metrics.jsonl has all that was logged
+            print(f"the logger could not be closed: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 class TensorBoardLogger(Logger):
@@ -45,7 +49,7 @@ class TensorBoardLogger(Logger):
             self._writer.add_scalar(key, value, record["step"])
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._writer.close()
 
 
@@ -62,11 +66,8 @@ class WandbLogger(Logger):
     def log(self, record: Record) -> None:
         self._run.log(_numbers(record), step=record["step"])
 
-    def close(self) -> None:
-        self._run.finish()
-
-    def __exit__(self, exception_type: type[BaseException] | None, *rest: object) -> None:
-        self._run.finish(exit_code=0 if exception_type is None else 1)
+    def close(self, *, failed: bool = False) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 def open_loggers(logger: LoggerConfig, directory: Path, *, hyperparameters: Mapping[str, Any] | None = None) -> Logger:

@@ -12,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
+from trainer.common.terminal import new_console
 from trainer.common.units import format_bytes, format_count
 from trainer.report.records import Record
 
@@ -61,17 +62,17 @@ class Progress:
 
     def __init__(self, steps: int, *, console: Console | None = None) -> None:
         self._steps = steps
-        self._console = console if console is not None else Console()
+        self._console = console if console is not None else new_console()
         self._columns: Sequence[_Column] = ()
         self._latest: deque[Sequence[str]] = deque(maxlen=_LATEST_STEPS)
         self._bars = progress.Progress(
-            progress.TextColumn("{task.description}"),
+            progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(bar_width=None),
             progress.MofNCompleteColumn(),
             progress.TimeElapsedColumn(),
             progress.TextColumn("left"),
             progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[note]}"),
+            progress.TextColumn("{task.fields[note]}", markup=False),
             console=self._console,
             speed_estimate_period=600,
             expand=True,
@@ -140,4 +141,4 @@ class Progress:
         self._print("  ".join([f"{first:>{width}}", *padded]))
 
     def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(line, highlight=False, soft_wrap=True)

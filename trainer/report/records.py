@@ -22,11 +22,12 @@ What JSON cannot say (NaN, infinities) and what is not known is null; floats kee
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from trainer.common.files import naming, write_whole
+from trainer.common.files import UnwritableFile, naming, write_whole
 
 Record = Mapping[str, Any]
 
@@ -45,12 +46,15 @@ def read_records(path: Path) -> list[Record]:
 class RunRecords:
     """Appends to the record files of a run directory, which is made where missing.
 
+    A step's record is on disk, with all before it, when :meth:`metrics` returns: no checkpoint is ahead of the records,
+    whatever happens to the machine.
+
     A run that goes on from a checkpoint gives `resumed_after`, the last step in that checkpoint. Records of
     later steps, which the interrupted run had still written, are dropped: the files read like those of an
     unbroken run. A step is recorded before its checkpoint is saved.
 
     Raises:
-        UnwritableFile: by every method, e.g. because the disk is full.
+        UnwritableFile: by every method, e.g. because the disk is full, or because somebody deleted the file.
     """
 
     def __init__(self, directory: Path, *, resumed_after: int | None = None) -> None:
@@ -62,6 +66,9 @@ class RunRecords:
 
     def metrics(self, record: Record) -> None:
         _append(self._metrics, record)
+        for file in (self._metrics, self._memory):
+            with naming(Path(file.name)):
+                os.fsync(file.fileno())
 
     def memory(self, record: Record) -> None:
         _append(self._memory, record)
@@ -92,10 +99,13 @@ def _open(path: Path) -> TextIO:
 
 
 def _append(file: TextIO, record: Record) -> None:
-    line = _line(record)
-    with naming(Path(file.name)):
+    line, path = _line(record), Path(file.name)
+    with naming(path):
         file.write(line)
         file.flush()
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            return
+    raise UnwritableFile(f"cannot write {path}: it was deleted or replaced while the run wrote to it")
 
 
 def _line(record: Record) -> str:
