@@ -364,8 +364,8 @@ def test_verifier_by_dotted_path(tmp_path, monkeypatch):
         verify("my_verifiers.double", "x", Example("?", "x"))
     for name, message in {
         "fuzzy": "task.verifier='fuzzy' is none of",
-        "my_verifiers.gone": "task.verifier=my_verifiers.gone: .*has no attribute 'gone'.*PYTHONPATH",
-        "my_verifier.half": "task.verifier=my_verifier.half: No module named",
+        "my_verifiers.gone": "task.verifier=my_verifiers.gone cannot be imported: .*has no attribute 'gone'",
+        "my_verifier.half": "task.verifier=my_verifier.half cannot be imported: No module named .*PYTHONPATH",
         "my_verifiers.scale": "is a int, must be a function",
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pkgutil
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.algo.estimators import AdvantageEstimator
+from trainer.common.imports import import_named
 from trainer.config import objectives, rules
 from trainer.config.hf_architecture import architecture_of
 from trainer.config.rules.model import default_attention_backend, default_kernels
@@ -111,10 +111,7 @@ def _typed_piece(section: str, given: dict[str, Any], *, base: type) -> dict[str
     target = values.pop("_target_", None)
     if not isinstance(target, str):
         raise ValueError(f"{section} has no _target_: name its class with {section}._target_=package.module.Class")
-    try:
-        piece = pkgutil.resolve_name(target)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{section}._target_={target} cannot be imported: {error}") from error
+    piece = import_named(target, setting=f"{section}._target_")
     if not (isinstance(piece, type) and issubclass(piece, base) and dataclasses.is_dataclass(piece)):
         public = "trainer.tasks.Task" if base is Task else f"{base.__module__}.{base.__name__}"
         raise ValueError(f"{section}._target_={target} is no dataclass derived from {public}")

@@ -5,13 +5,13 @@ Simplification: text only. What an answer *means* (algebra, code, units) is for 
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections.abc import Callable, Collection
 from decimal import Decimal
 from typing import cast
 
+from trainer.common.imports import import_named
 from trainer.tasks.base import Example
 
 Verifier = Callable[[str, Example], float]
@@ -67,17 +67,10 @@ def import_function(name: str, *, setting: str, names: Collection[str] = ()) -> 
     Raises:
         ValueError: no such module or function; names the setting.
     """
-    module_name, _, function_name = name.rpartition(".")
-    if not module_name:
+    if "." not in name:
         others = f"none of {list(names)} and no dotted path: use one of them or" if names else "no dotted path: use"
         raise ValueError(f"{setting}={name!r} is {others} {setting}=package.module.function")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{setting}={name}: {error}. Install the package or put its folder on PYTHONPATH"
-            + (f", or use one of {list(names)}" if names else "")
-        ) from error
+    function = import_named(name, setting=setting)
     if not callable(function):
         raise ValueError(
             f"{setting}={name} is a {type(function).__name__}, must be a function (response, example) -> float"
