@@ -10,7 +10,7 @@ Whoever is not at work sleeps; a forward-only phase wakes parameters alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -163,9 +163,10 @@ def collect(run: Run, number: int, *, kl_coef: float) -> Experience:
             run.engine.sync(actor)
     with phases.phase("rollout", step=number):
         examples = run.prompts.for_step(number)
-        seed = seed_for(config.seed, "rollout", step=number, rank=data_parallel_rank())
+        seed, first = seed_for(config.seed, "rollout", step=number), data_parallel_rank() * len(examples)
+        numbers = range(first, first + len(examples))
         with run.engine.awake():
-            responses = run.engine.generate(run.prompts.encode(examples), seed=seed)
+            responses = run.engine.generate(run.prompts.encode(examples), seed=seed, numbers=numbers)
         if config.parallel.model_ranks > 1:
             responses = agreed_responses(responses)
         scores = run.prompts.scores(responses.texts, examples)
@@ -206,11 +207,9 @@ def evaluate(run: Run, *, at_step: int) -> float:
     with run.phases.phase("evaluate", step=at_step):
         run.engine.sync(run.actor)
         examples = run.prompts.heldout(run.config.algo.heldout_prompts)
-        scores: Sequence[float] = ()
         with run.engine.awake():
-            if examples:
-                responses = run.engine.generate(run.prompts.encode(examples), seed=0, greedy=True)
-                scores = run.prompts.verdicts(responses.texts, examples)
+            responses = run.engine.generate(run.prompts.encode(examples), seed=0, greedy=True)
+        scores = run.prompts.verdicts(responses.texts, examples)
         sums = sum_over_ranks({"score": sum(scores), "count": len(scores)})
     return sums["score"] / sums["count"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from torch import distributed
+from torch import Tensor, distributed
 
 from tests.composing import footprint_of
 from tests.dist.data_parallel_worker import OVERLAP, small_buckets
@@ -18,7 +18,8 @@ from trainer.megatron.groups import pipeline_group, pipeline_rank
 from trainer.memory.saver import make_saver
 from trainer.plan.role_bytes import role_bytes
 from trainer.roles.role import Role
-from trainer.rollout.hf import HfEngine, _tensors
+from trainer.rollout.engines import make_engine
+from trainer.rollout.hf import _tensors
 from trainer.tasks.tokenizer import load_tokenizer
 
 NO_DISTRIBUTED = tuple(f"roles.{role}.ddp.use_distributed_optimizer=false" for role in ("actor", "critic"))
@@ -75,7 +76,8 @@ def run_cases(payload: None) -> dict[tuple[str, str], dict[str, Any]]:
         for name in ("actor", "critic"):
             results[case, name] = _role_case(name, (ranks, *overrides), has_buckets="buckets" in case)
         if case in ENGINE_CASES:
-            results[case, "engine"] = _engine_case((ranks, *overrides))
+            for engine in ("hf", "native"):
+                results[case, engine] = _engine_case((ranks, *overrides, f"rollout={engine}"))
     return results
 
 
@@ -155,10 +157,11 @@ def _engine_case(overrides: tuple[str, ...]) -> dict[str, Any]:
     fresh_saver()
     config = small_config(*overrides)
     tokenizer = load_tokenizer(None, task=make_task(config), vocab_size=config.tokenizer.vocab_size)
-    model = config.roles["actor"].model
-    engine = HfEngine(model, config.rollout, tokenizer=tokenizer, saver=make_saver(config), observer=lambda event: None)
+    actor, saver = make_role("actor", *overrides, vocab_size=len(tokenizer)), make_saver(config)
+    engine: Any = make_engine(config, actor=actor, tokenizer=tokenizer, saver=saver, observer=lambda event: None)
+    if config.rollout.engine == "hf":
+        held = list(_tensors(engine.model))
+    else:
+        held = [t for name, t in vars(engine._slots).items() if isinstance(t, Tensor) and name != "_is_stop"]
     (holding,) = footprint_of(config, vocab_size=len(tokenizer)).of_role("engine")
-    return {
-        "measured": sum(tensor.nbytes for tensor in _tensors(engine.model)),
-        "predicted": holding.train_bytes,
-    }
+    return {"measured": sum(tensor.nbytes for tensor in held), "predicted": holding.train_bytes}

@@ -36,9 +36,10 @@ def test_every_tensor_of_a_role_is_counted_exactly(results, case, name):
         assert first["parameter_count"] != last["parameter_count"] or "tied" in case
 
 
+@pytest.mark.parametrize("engine", ["hf", "native"])
 @pytest.mark.parametrize("case", ENGINE_CASES)
-def test_the_engine_is_counted_exactly(results, case):
-    found = results[case, "engine"]
+def test_an_engine_is_counted_exactly(results, case, engine):
+    found = results[case, engine]
     assert found["measured"] == found["predicted"]
 
 

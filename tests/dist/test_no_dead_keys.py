@@ -70,13 +70,19 @@ FLIPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "optimizer.clip_grad": ("0.01", ()),
     "rollout.temperature": ("0.7", ()),
     "rollout.top_p": ("0.5", ()),
+    "rollout.top_k": ("2", ()),
+    "rollout.min_p": ("0.5", ()),
+    "rollout.stop": ("['1']", ()),
+    "rollout.engine": ("hf", ()),
     "rollout.max_new_tokens": ("3", ()),
 }
 INVISIBLE = {
     "algo.micro_batch_size": "splits the work of a rank; no split may change a mean (tests/unit/test_step.py)",
     "algo.micro_batch_tokens": "splits it in another way; compared in the same test",
-    "rollout.engine": "has one option",
     "rollout.max_prompt_tokens": "a limit: longer prompts are refused (tests/unit/test_rollout.py)",
+    "rollout.kv_cache_gib": "how many rows are decoded at once changes none of them (tests/unit/test_native_engine.py)",
+    "rollout.compile": "the same numbers, faster",
+    "rollout.batch_invariant": "the bits of a response do not depend on its batch (tests/unit/test_native_engine.py)",
 }
 
 

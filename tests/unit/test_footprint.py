@@ -154,11 +154,12 @@ def test_what_is_awake_at_each_moment():
         "build actor": 2 + 4 + 12 + 4,  # main params are there twice until they have moved
         "train actor": 2 + 4 + 12,
         "actor forward": 2,
-        "rollout": 2,
-        "sync engine": 2 + 2,
         "all asleep": 0,
     }.items():
         assert lean[name].device_bytes / count == pytest.approx(per_parameter, rel=1e-3), name
+    with_hf = moments_of("memory=lean", "rollout=hf")
+    for name, per_parameter in {"rollout": 2, "sync engine": 2 + 2}.items():
+        assert with_hf[name].device_bytes / count == pytest.approx(per_parameter, rel=1e-3), name
     assert moments_of("memory=rebuild")["rebuild actor"].device_bytes / count == pytest.approx(2 + 4, rel=1e-3)
     kept_by_saver = moments_of("memory=rebuild", "memory.actor.optim_keeper=saver")
     assert kept_by_saver["actor forward"].device_bytes / count == pytest.approx(2 + 12, rel=1e-3)

@@ -45,7 +45,19 @@ MODEL = ModelConfig(
     kernels="torch",
     attention_backend="sdpa",
 )
-ROLLOUT = RolloutConfig(engine="hf", temperature=1.0, top_p=1.0, max_prompt_tokens=7, max_new_tokens=6)
+ROLLOUT = RolloutConfig(
+    engine="hf",
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    stop=[],
+    max_prompt_tokens=7,
+    max_new_tokens=6,
+    kv_cache_gib=None,
+    compile=False,
+    batch_invariant=False,
+)
 PROMPTS = [[10, 11, 12, 13, 14, 15, 16], [20, 21], [30, 31, 32], [40]]
 
 
@@ -331,7 +343,6 @@ def test_draws_depend_on_the_seed_alone(make_engine):
     [
         ([[1], [1] * 8], r"prompt 1 has 8 tokens; rollout\.max_prompt_tokens=7 allows 1 to 7"),
         ([[]], r"prompt 0 has 0 tokens"),
-        ([], "no prompts"),
     ],
 )
 def test_prompts_that_do_not_fit(make_engine, prompts, message):

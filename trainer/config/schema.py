@@ -193,11 +193,21 @@ class TokenizerConfig(Section):
 
 @dataclass
 class RolloutConfig(Section):
+    """How responses are drawn. ``top_k``: 0 for all tokens. ``stop``: strings that end a response, besides the
+    tokenizer's end of sequence. ``kv_cache_gib``: of each rank, null for what a step needs. ``compile``: through
+    torch.compile. ``batch_invariant``: the bits of a response depend on no other that is decoded with it."""
+
     engine: str
     temperature: float
     top_p: float
+    top_k: int
+    min_p: float
+    stop: List[str]  # noqa: UP006
     max_prompt_tokens: int
     max_new_tokens: int
+    kv_cache_gib: Optional[float]  # noqa: UP045
+    compile: bool
+    batch_invariant: bool
 
 
 @dataclass

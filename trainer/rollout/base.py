@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -25,6 +26,8 @@ class Responses:
         texts: n decoded responses without special tokens.
         log_probs: [n, s] fp32, the engine's own log-prob of each response token under softmax(logits / temperature),
             so before top-p; 0 elsewhere.
+        drawn_log_probs: [n, s] fp32, the same under the distribution that the token was drawn from, after top-k, top-p
+            and min-p; None from an engine that does not give it.
     """
 
     tokens: Tensor
@@ -32,6 +35,17 @@ class Responses:
     truncated: Tensor
     texts: list[str]
     log_probs: Tensor
+    drawn_log_probs: Tensor | None = None
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], *, longest: int) -> None:
+    """Raise ValueError for a prompt that is empty or has more than ``longest`` tokens."""
+    for index, prompt in enumerate(prompts):
+        if not 0 < len(prompt) <= longest:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens; rollout.max_prompt_tokens={longest} allows 1 to "
+                f"{longest}: raise rollout.max_prompt_tokens or choose a task with such prompts"
+            )
 
 
 class RolloutEngine(Protocol):
@@ -54,10 +68,22 @@ class RolloutEngine(Protocol):
         :mod:`patches.reloadable_groups`) where the engine needs none."""
         ...
 
-    def generate(self, prompts: list[list[int]], *, seed: int, greedy: bool = False) -> Responses:
-        """One response per prompt. Equal weights, prompts and seed give equal responses, whatever ran before."""
+    def generate(
+        self, prompts: list[list[int]], *, seed: int, numbers: Sequence[int] | None = None, greedy: bool = False
+    ) -> Responses:
+        """One response per prompt; no prompts, no responses. Equal weights, prompts, numbers and seed give equal
+        responses, whatever ran before.
+
+        Args:
+            numbers: of the responses among those of all ranks, so that each has draws of its own; None: 0 to n - 1.
+            greedy: take the most probable token instead (log-probs stay those under the temperature).
+        """
         ...
 
     def sleep(self) -> None:
         """Release what the engine holds; its bytes are lost. An engine that is asleep stays so."""
+        ...
+
+    def close(self) -> None:
+        """Give back what outlives a sleep. The engine is of no use afterwards."""
         ...

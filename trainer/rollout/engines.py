@@ -14,6 +14,7 @@ from trainer.config.schema import Config
 from trainer.plan.holdings import EngineBytes
 from trainer.rollout import hf_bytes
 from trainer.rollout.base import RolloutEngine
+from trainer.rollout.native import cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -59,7 +60,19 @@ def _build_hf(
     return HfEngine(actor.config.model, config.rollout, tokenizer=tokenizer, saver=saver, observer=observer)
 
 
-ENGINES: Mapping[str, EngineKind] = {"hf": EngineKind(plan=hf_bytes.planned, build=_build_hf)}
+def _build_native(
+    config: Config, *, actor: Role, tokenizer: PreTrainedTokenizerFast, saver: Saver, observer: MemoryObserver
+) -> RolloutEngine:
+    from trainer.rollout.native.engine import NativeEngine
+
+    model, rollout, kv_cache = actor.config.model, config.rollout, cache.of_run(config)
+    return NativeEngine(actor, model, rollout, cache=kv_cache, tokenizer=tokenizer, saver=saver, observer=observer)
+
+
+ENGINES: Mapping[str, EngineKind] = {
+    "native": EngineKind(plan=cache.planned, build=_build_native),
+    "hf": EngineKind(plan=hf_bytes.planned, build=_build_hf),
+}
 
 
 def planned_bytes(config: Config, *, vocab_size: int) -> EngineBytes:

@@ -9,7 +9,7 @@ Simplified: static batches, so a row that has ended is computed until the last o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.initialization import no_init_weights
 
 from patches.reloadable_groups import destroyed as process_groups_destroyed
+from trainer.common.seeds import seed_for
 from trainer.config.schema import ModelConfig, RolloutConfig
 from trainer.memory.regions import MemoryObserver
 from trainer.memory.saver import RegionBytes, Saver
 from trainer.models.hf_bridge import check_names, hf_config, to_hf, views_by_file_name
 from trainer.roles.role import FORWARD, Role
-from trainer.rollout.base import Responses
+from trainer.rollout.base import Responses, check_prompts
+from trainer.rollout.stops import StopStrings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -35,6 +37,8 @@ _LENGTH_MULTIPLE = 8
 
 class HfEngine:
     """A :class:`trainer.rollout.base.RolloutEngine`. Tokens without an entry in the tokenizer are never drawn.
+
+    Rows that other ranks draw have other numbers, so a call's draws are those of its first number.
 
     A new engine occupies its memory but holds no weights: put it to sleep, or :meth:`wake_up` to load some.
     """
@@ -54,6 +58,7 @@ class HfEngine:
         self._saver, self._observe = saver, observer
         self._eos: int = tokenizer.eos_token_id  # type: ignore[assignment]
         self._pad: int = tokenizer.pad_token_id  # type: ignore[assignment]
+        self._stop_strings = StopStrings(rollout.stop, tokenizer)
         config = hf_config(
             model,
             vocab_size=model.embedding_rows(len(tokenizer)),
@@ -123,6 +128,9 @@ class HfEngine:
         if not self._saver.is_asleep(_TAG):
             self._timed("asleep", self._saver.sleep)
 
+    def close(self) -> None:
+        """Nothing outlives the process."""
+
     def _timed(self, state: str, action: Callable[[str], RegionBytes]) -> None:
         start = time.perf_counter()
         sizes = action(_TAG)
@@ -143,30 +151,36 @@ class HfEngine:
 
     # ---- generation --------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: list[list[int]], *, seed: int, greedy: bool = False) -> Responses:
-        """One response to each of n prompts (token ids), drawn at ``rollout.temperature`` and ``rollout.top_p``.
-
-        Args:
-            seed: of all draws; the global generators stay where they are.
-            greedy: take the most probable token instead (log-probs stay those under the temperature).
+    def generate(
+        self, prompts: list[list[int]], *, seed: int, numbers: Sequence[int] | None = None, greedy: bool = False
+    ) -> Responses:
+        """One response to each of n prompts (token ids), as :class:`~trainer.rollout.base.RolloutEngine` says; the
+        global generators stay where they are.
 
         Raises:
             RuntimeError: no weights are loaded (asleep, or never woken).
-            ValueError: there is no prompt, or one is empty or longer than ``rollout.max_prompt_tokens``.
+            ValueError: a prompt is empty or longer than ``rollout.max_prompt_tokens``.
         """
         if not self._is_loaded:
             raise RuntimeError("the rollout engine holds no weights: call wake_up(weights) first")
-        self._check_prompts(prompts)
+        check_prompts(prompts, longest=self._rollout.max_prompt_tokens)
         device, pad = self.model.device, self._pad
+        if not prompts:
+            nothing = torch.zeros(0, 0, device=device)
+            return Responses(nothing.long(), nothing.bool(), nothing.any(dim=1), [], nothing)
         width = max(map(len, prompts))
         padding = torch.tensor([width - len(prompt) for prompt in prompts]).to(device)
         padded = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts]).to(device)
         is_prompt = torch.arange(width, device=device) >= padding[:, None]
+        seed = seed_for(seed, "rows", rank=numbers[0] if numbers else 0)
         sequences, log_probs = self._sample(padded, is_prompt, seed=seed, greedy=greedy)
 
         drawn = sequences[:, width:]
         ended = drawn.eq(self._eos).cumsum(dim=1) > 0
-        lengths = ended.logical_not().sum(dim=1) + ended[:, -1]
+        lengths, is_stopped = ended.logical_not().sum(dim=1) + ended[:, -1], ended[:, -1]
+        if self._stop_strings:
+            at_stop = self._stop_strings.lengths(drawn.tolist(), lengths.tolist()).to(device)
+            lengths, is_stopped = at_stop.where(at_stop > 0, lengths), is_stopped | (at_stop > 0)
         limit = self._rollout.max_prompt_tokens + self._rollout.max_new_tokens
         longest = int((width - padding + lengths).max())
         columns = min(-(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, limit)
@@ -178,7 +192,7 @@ class HfEngine:
         return Responses(
             tokens=tokens.where(response_mask | (source < width), pad),
             response_mask=response_mask,
-            truncated=~ended[:, -1],
+            truncated=~is_stopped,
             texts=self._tokenizer.batch_decode(
                 [row[:length] for row, length in zip(drawn.tolist(), lengths.tolist(), strict=True)],
                 skip_special_tokens=True,
@@ -186,22 +200,12 @@ class HfEngine:
             log_probs=log_probs.where(response_mask, 0.0),
         )
 
-    def _check_prompts(self, prompts: list[list[int]]) -> None:
-        longest = self._rollout.max_prompt_tokens
-        if not prompts:
-            raise ValueError("no prompts were given to generate from")
-        for index, prompt in enumerate(prompts):
-            if not 0 < len(prompt) <= longest:
-                raise ValueError(
-                    f"prompt {index} has {len(prompt)} tokens; rollout.max_prompt_tokens={longest} allows 1 to "
-                    f"{longest}: raise rollout.max_prompt_tokens or choose a task with such prompts"
-                )
-
     def _sample(self, prompts: Tensor, is_prompt: Tensor, *, seed: int, greedy: bool) -> tuple[Tensor, Tensor]:
         """prompts and is_prompt [n, w], padded on the left -> (sequences [n, w + drawn], their drawn tokens' log-probs
         [n, drawn]). A row is drawn until its end-of-sequence token, then padded."""
         rollout = self._rollout
-        sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": 0}
+        sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+        sampling |= {"min_p": rollout.min_p} if rollout.min_p else {}
         settings = GenerationConfig(
             do_sample=not greedy,
             max_new_tokens=rollout.max_new_tokens,
