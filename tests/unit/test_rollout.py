@@ -182,8 +182,8 @@ def test_no_generation_without_weights(make_engine, make_saver):
 def test_a_rollout_that_fails_leaves_the_engine_asleep(make_engine):
     engine = make_engine()
     engine.wake_up(random_weights(engine).items())
-    with pytest.raises(ValueError, match="no prompts"), engine.awake():
-        engine.generate([], seed=0)
+    with pytest.raises(ValueError, match="prompt 0 has 0 tokens"), engine.awake():
+        engine.generate([[]], seed=0)
     assert [record["state"] for record in make_engine.records] == ["asleep"]
     with pytest.raises(RuntimeError, match="holds no weights"):
         engine.generate(PROMPTS, seed=0)
