@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
@@ -40,3 +41,11 @@ def one_rank_world() -> Iterator[None]:
         torch.backends.cuda.enable_flash_sdp(flash_sdp)
         torch.set_rng_state(generator_state)
         patches.revert()
+
+
+def logits_of(gpt: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits [b, s, vocabulary] of an actor's GPTModel, which it does not make by itself."""
+    from trainer.megatron.heads import output_weight
+
+    hidden = gpt(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), None)
+    return hidden @ output_weight(gpt).T

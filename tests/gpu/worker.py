@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import torch
 
+from tests.megatron_world import logits_of
 from trainer.config.schema import Config
 from trainer.measure.phases import Phases
 from trainer.megatron import platform
@@ -215,12 +216,11 @@ def layer_parts(run: Any, directory: Path) -> dict[str, Any]:
     from trainer.megatron.build import build_gpt
 
     tokens = torch.randint(0, 64, (4, 200), device=torch.cuda.current_device())
-    positions = torch.arange(200, device=tokens.device).expand_as(tokens)
 
     def numbers(**changes: str) -> tuple[list[torch.Tensor], str]:
         model = replace(run.config.model, **{"kernels": "torch", "attention_backend": "sdpa", **changes})
         gpt = build_gpt(model, vocab_size=64, parallel=run.config.parallel, seed=1, value_head=False)
-        logits = gpt(tokens, positions, None).float()
+        logits = logits_of(gpt, tokens).float()
         logits.log_softmax(-1)[..., 0].sum().backward()
         attention = gpt.decoder.layers[0].self_attention
         names = f"{type(attention).__name__}, {type(attention.core_attention).__name__}"

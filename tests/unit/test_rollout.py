@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.megatron_world import one_rank_world
+from tests.megatron_world import logits_of, one_rank_world
 from trainer.algo.log_probs import log_probs_from_logits
 from trainer.config.rules.limits import CHOICES
 from trainer.config.schema import ModelConfig, RolloutConfig
@@ -307,7 +307,7 @@ def test_log_probs_equal_those_of_the_actor(make_engine):
     responses = engine.generate(PROMPTS, seed=2)
     tokens = responses.tokens
     with torch.no_grad():
-        logits = gpt(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
+        logits = logits_of(gpt, tokens)
     actors = log_probs_from_logits(logits[:, :-1], tokens[:, 1:], temperature=1.0, vocab_size=VOCABULARY)
     gap = (actors - responses.log_probs[:, 1:])[responses.response_mask[:, 1:]]
     assert actors.std() > 0.5

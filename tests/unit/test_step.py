@@ -7,6 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.dist.invariance_worker import run_one
+from tests.megatron_world import logits_of
 from tests.roles import (
     VOCAB_SIZE,
     credited,
@@ -28,6 +29,7 @@ from trainer.measure.phases import Phases
 from trainer.roles.role import FORWARD
 from trainer.training import step
 from trainer.training.micro_batches import Split
+from trainer.training.model_input import ModelInput
 
 FP32 = ("model.dtype=fp32", "optimizer.clip_grad=0")
 
@@ -58,8 +60,9 @@ def test_no_split_into_micro_batches_changes_a_gradient(name, mode):
     batch = make_batch([1, 3, 50, 200])
     overrides = (f"algo.loss_aggregation={mode}",)
     with role.training():
-        positions = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
-        numerator, count, _ = loss_of(role, *overrides)(role.chunks[0](batch.tokens, positions, None), batch)
+        given, loss = ModelInput.padded(batch, multiple=1), loss_of(role, *overrides)
+        output = role.chunks[0](given.tokens, given.positions, None)
+        numerator, count, _ = loss.compute(batch, *loss.read(role.chunks[0].module, given, output))
         assert count == {"token_mean": 254}.get(mode, 4)
         (numerator / count).backward()
         expected = [buffer.grad_data.clone() for buffer in ddp_buffers(role)]
@@ -262,7 +265,7 @@ def test_without_a_reward_kl_pulls_a_perturbed_actor_back_to_the_reference(overr
 
     def distributions(tag):
         with run.actor.awake(kinds=FORWARD, tag=tag):
-            return step._forward(run.actor, fixed, lambda logits, _: (logits.log_softmax(-1),), split=Split(16))[0]
+            return logits_of(run.actor.chunks[0].module, fixed.tokens).detach().log_softmax(-1)
 
     def kl_to_reference():
         actor, reference = distributions("actor"), distributions("ref")

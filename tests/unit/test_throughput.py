@@ -1,7 +1,6 @@
 """FLOPs against a count of what torch really computes; tokens per second and MFU by hand."""
 
 import pytest
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, small_config
@@ -19,29 +18,37 @@ pytestmark = pytest.mark.usefixtures("world")
     [("actor", ()), ("critic", ()), ("actor", ("model.num_experts=4", "model.num_experts_per_tok=2"))],
 )
 def test_the_formula_counts_what_torch_computes(name, extra):
-    """Without padding, torch counts the same, save that it computes the whole square of the attention."""
+    """Without padding, torch counts the same, save that it computes the whole square of the attention and, in training,
+    the logits of the responses once more."""
     fresh_saver()
     role = make_role(name, "model.dtype=fp32", "model.head_size=24", *extra)
-    batch = make_batch([12, 12, 12], prompt=4)
-    tokens, length = batch.tokens[:, :-1], 16
-    sizes = {"vocab_size": VOCAB_SIZE, "value_head": name == "critic", "tokens": 3 * length}
+    batch, length = make_batch([12, 12, 12], prompt=4).cut(16), 16
+    sizes = {"vocab_size": VOCAB_SIZE, "value_head": name == "critic", "tokens": 3 * length, "predicted": 3 * 12}
     expected = forward_flops(role.config.model, **sizes, square_tokens=2 * 3 * length**2)
-    positions = torch.arange(length).expand_as(tokens)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        role.chunks[0](tokens, positions, None)
+    with FlopCounterMode(display=False) as counter:
+        if name == "critic":
+            step.values(role, batch, split=Split(3))
+        else:
+            step.log_probs(role, batch, temperature=1.0, vocab_size=VOCAB_SIZE, split=Split(3))
     assert counter.get_total_flops() == expected
-    batch = batch.cut(length)
     with FlopCounterMode(display=False) as counter:
         step.train_minibatch(role, batch, loss_of(role), split=Split(3))
+    again = 0 if name == "critic" else 2 * 64 * VOCAB_SIZE * 3 * 12
     # The first layer's input needs no gradient of its own in torch either: the embedding takes it.
-    assert counter.get_total_flops() == 3 * expected
+    assert counter.get_total_flops() == 3 * expected + again
 
 
 def test_weights_that_multiply_every_token():
     model = small_config().roles["actor"].model  # hidden 64, ffn 128, 4 heads and 2 key-value heads of 16, 2 layers
-    body = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128)
-    assert matmul_parameters(model, vocab_size=1000, value_head=False) == body + 64 * 1000
-    assert matmul_parameters(model, vocab_size=1000, value_head=True) == body + 64
+    assert matmul_parameters(model) == 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128)
+
+
+def test_the_head_meets_every_token_of_values_and_the_responses_alone_of_log_probs():
+    model = small_config().roles["actor"].model
+    sizes = {"vocab_size": 1000, "tokens": 10, "square_tokens": 0, "predicted": 3}
+    body = 2 * 10 * matmul_parameters(model)
+    assert forward_flops(model, value_head=False, **sizes) == body + 2 * 64 * 1000 * 3
+    assert forward_flops(model, value_head=True, **sizes) == body + 2 * 64 * 10
 
 
 def test_the_work_of_a_step_counts_real_tokens():
@@ -50,7 +57,9 @@ def test_the_work_of_a_step_counts_real_tokens():
     work = throughput.of_step(config, batch, vocab_size=100)
     model = config.roles["actor"].model
     flops = {
-        role: forward_flops(model, vocab_size=100, value_head=role == "critic", tokens=12, square_tokens=16 + 64)
+        role: forward_flops(
+            model, vocab_size=100, value_head=role == "critic", tokens=12, square_tokens=16 + 64, predicted=6
+        )
         for role in ("actor", "critic")
     }
     assert work.phases == {

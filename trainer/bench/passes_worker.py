@@ -127,7 +127,7 @@ def _measured(body: nn.Module, model: ModelConfig, job: PassesJob, rows: int, co
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     times = {"forward_seconds": seconds(alone), "both_seconds": seconds(both)}
-    size = {"tokens": rows * columns, "square_tokens": rows * columns**2}
+    size = {"tokens": rows * columns, "square_tokens": rows * columns**2, "predicted": 0}
     flops = TRAINING_PASSES * forward_flops(model, vocab_size=_VOCABULARY, value_head=True, **size)
     name = torch.cuda.get_device_name() if is_gpu else None
     peak = peak_flops_per_second(job.config.platform, device_name=name)

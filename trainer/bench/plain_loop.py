@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from trainer.algo.log_probs import log_probs_and_entropy
 from trainer.common.seeds import seed_for
 from trainer.config.pieces import make_estimator, make_task
 from trainer.config.schema import Config, RoleConfig
@@ -31,6 +34,8 @@ from trainer.tasks.tokenizer import load_tokenizer
 from trainer.training import step
 from trainer.training.experience import Judgement, experience_of, rollout_batch
 from trainer.training.micro_batches import Split, in_order, micro_batches
+
+Reader = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 class ValueModel(nn.Module):
@@ -58,11 +63,12 @@ def use_liger(model: nn.Module) -> None:
 class PlainTrainer:
     """Forward passes and optimizer steps of one model, as in :mod:`trainer.training.step`.
 
-    ``forward``: tokens [b, s] -> the model's output. Batches are padded on the right and causal, so no mask is needed.
+    ``read``: tokens [b, s] -> what losses need of the output. Batches are padded on the right and causal, so
+    no mask is needed.
     """
 
-    def __init__(self, model: nn.Module, role: RoleConfig, forward: Callable[[Tensor], Tensor]) -> None:
-        settings, self.forward, self._clip = role.optimizer, forward, role.optimizer.clip_grad
+    def __init__(self, model: nn.Module, role: RoleConfig, read: Reader) -> None:
+        settings, self.read, self._clip = role.optimizer, read, role.optimizer.clip_grad
         self._params = [param.requires_grad_() for param in model.parameters()]
         self._mains = [param.detach().float().clone() for param in self._params]
         self._grads = [torch.zeros_like(main) for main in self._mains]
@@ -83,7 +89,7 @@ class PlainTrainer:
         reports = []
         for part in micro_batches(batch, split):
             micro_batch = part.take(batch)
-            numerator, count, stats = loss(self.forward(micro_batch.tokens), micro_batch)
+            numerator, count, stats = loss.compute(micro_batch, *self.read(micro_batch.tokens))
             numerator.backward()
             torch._foreach_add_(self._grads, [param.grad for param in self._params if param.grad is not None])
             for param in self._params:
@@ -99,14 +105,12 @@ class PlainTrainer:
         return {**{name: float(value) for name, value in sums.items()}, "grad_norm": float(norm), "skipped": 0.0}
 
 
-def infer(
-    forward: Callable[[Tensor], Tensor], batch: Sequences, reduce: Callable[[Tensor, Sequences], Tensor], split: Split
-) -> Tensor:
-    """``reduce`` of ``forward``'s output of every micro-batch, over the whole batch in order; without gradients."""
+def infer(read: Reader, batch: Sequences, split: Split) -> tuple[Tensor, ...]:
+    """What ``read`` gives of every micro-batch, over the whole batch in order; without gradients."""
     parts = micro_batches(batch, split)
-    taken = [part.take(batch) for part in parts]
     with torch.no_grad():
-        return in_order([reduce(forward(micro.tokens), micro) for micro in taken], parts, batch=batch)
+        results = [read(part.take(batch).tokens) for part in parts]
+    return tuple(in_order(tensors, parts, batch=batch) for tensors in zip(*results, strict=True))
 
 
 class PlainLoop:
@@ -133,24 +137,22 @@ class PlainLoop:
             prepare(model)
         reference = copy.deepcopy(model)
         values = ValueModel(copy.deepcopy(model.base_model), critic.model.hidden_size)
-        self._actor = PlainTrainer(model, actor, lambda tokens: model(input_ids=tokens, use_cache=False).logits)
-        self._critic = PlainTrainer(values, critic, values)
-        self._reference = lambda tokens: reference(input_ids=tokens, use_cache=False).logits
+        self._actor = PlainTrainer(model, actor, partial(self._log_probs, model))
+        self._critic = PlainTrainer(values, critic, lambda tokens: (values(tokens).squeeze(-1),))
+        self._reference = partial(self._log_probs, reference)
+
+    def _log_probs(self, model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [b, s-1] of all tokens but the first."""
+        logits, next_tokens = model(input_ids=tokens, use_cache=False).logits, functional.pad(tokens[:, 1:], (0, 1))
+        log_probs, entropy = log_probs_and_entropy(
+            logits, next_tokens, temperature=self._config.rollout.temperature, vocab_size=self._vocab_size
+        )
+        return log_probs[:, :-1], entropy[:, :-1]
 
     def ppo_step(self, number: int) -> dict[str, Any]:
         """One PPO step; metrics as those of :func:`trainer.loop.ppo_step`, as far as both sides have them."""
         config, settings, phase = self._config, self._config.algo, self._phases.phase
         split, scoring = Split.of_training(settings), Split.of_scoring(settings)
-        temperature = config.rollout.temperature
-
-        def log_probs(logits: Tensor, micro_batch: Sequences) -> Tensor:
-            # log-probs and entropies, as the other side computes them
-            return torch.stack(
-                step.log_probs_and_entropy(
-                    logits[:, :-1], micro_batch.tokens[:, 1:], temperature=temperature, vocab_size=self._vocab_size
-                ),
-                dim=-1,
-            )
 
         with phase("rollout", step=number):
             examples = self._prompts.for_step(number)
@@ -159,20 +161,19 @@ class PlainLoop:
             scores = self._prompts.scores(responses.texts, examples)
             drawn = rollout_batch(responses, scores=scores, weights_step=number - 1)
         with phase("ref_log_probs", step=number):
-            ref_log_probs = infer(self._reference, drawn, log_probs, scoring)[..., 0]
+            ref_log_probs, _ = infer(self._reference, drawn, scoring)
         with phase("log_probs", step=number):
-            old_log_probs, entropy = infer(self._actor.forward, drawn, log_probs, scoring).unbind(-1)
+            old_log_probs, entropy = infer(self._actor.read, drawn, scoring)
         with phase("values", step=number):
-            values = infer(self._critic.forward, drawn, lambda output, _: output.squeeze(-1), scoring)
+            (values,) = infer(self._critic.read, drawn, scoring)
         with phase("advantages", step=number):
             judged = Judgement(ref_log_probs, old_log_probs, entropy, values)
             batch = experience_of(drawn, judged, settings=settings, estimator=self._estimator, kl_coef=settings.kl.coef)
         with phase("train_critic", step=number):
             critic_sums = self._train(self._critic, batch, step.value_loss(settings), number, split)
         with phase("train_actor", step=number):
-            loss = step.policy_loss(
-                settings, temperature=temperature, vocab_size=self._vocab_size, kl_coef=settings.kl.coef
-            )
+            temperature, kl_coef = config.rollout.temperature, settings.kl.coef
+            loss = step.policy_loss(settings, temperature=temperature, vocab_size=self._vocab_size, kl_coef=kl_coef)
             actor_sums = self._train(self._actor, batch, loss, number, split)
         with phase("report", step=number):
             self._phases.rate_with(throughput.of_step(config, batch, vocab_size=self._vocab_size).rates)

@@ -81,6 +81,7 @@ def of_step(config: Config, batch: Sequences, *, vocab_size: int) -> StepWork:
             value_head=role == "critic",
             tokens=tokens,
             square_tokens=sums["square_tokens"],
+            predicted=sums["drawn"],
         )
 
     epochs = config.algo.epochs

@@ -31,8 +31,9 @@ from trainer.config.hf_architecture import rope_parameters
 from trainer.config.schema import DdpConfig, ModelConfig, ParallelConfig
 from trainer.megatron import moe
 from trainer.megatron.groups import tensor_parallel_group
+from trainer.megatron.heads import ValueHead, VocabularyHead
 from trainer.megatron.kernels import layer_parts
-from trainer.megatron.layers import ValueHead, core_attention
+from trainer.megatron.layers import core_attention
 from trainer.megatron.sharding import declare_shardings, named_tensors, sharding_of
 from trainer.models.dtypes import DTYPES
 
@@ -105,7 +106,8 @@ def build_chunks(
 
     Args:
         seed: the same seed gives the same whole model, however it is shared among ranks.
-        value_head: replaces the vocabulary projection.
+        value_head: replaces the vocabulary projection. Without it, a model gives hidden states, see
+            :mod:`trainer.megatron.heads`.
     """
     model_parallel_cuda_manual_seed(seed)
     config = transformer_config(model, parallel=parallel)
@@ -148,8 +150,11 @@ def _build_chunk(
         gpt.rotary_pos_emb.inv_freq = _scaled_inverse_frequencies(model)
     moe.complete_layers(gpt, model)
     layer_parts(model.kernels).complete(gpt.modules(), config)
-    if value_head and is_last:
-        gpt.output_layer = ValueHead(config)  # type: ignore[assignment]
+    if is_last:
+        weight = gpt.output_layer.weight
+        gpt.output_layer = (  # type: ignore[assignment]
+            ValueHead(config) if value_head else VocabularyHead(config, weight, fused=model.kernels == "liger")
+        )
     return gpt.to(torch.cuda.current_device())
 
 

@@ -1,4 +1,4 @@
-"""Modules that replace parts of megatron-core's local layer spec, and the critic's value head.
+"""Modules that replace parts of megatron-core's local layer spec.
 
 The local spec's own parts need Apex or Transformer Engine for sequence parallelism and build the whole attention
 matrix. These two compute with plain torch: RMSNorm as Hugging Face's Llama and Qwen do it, attention through
@@ -67,30 +67,3 @@ def core_attention(backend: str) -> type[nn.Module]:
             "transformer_engine.pytorch'` work?): mend its installation, or use model.attention_backend=sdpa"
         )
     return transformer_engine.TEDotProductAttention
-
-
-class ValueHead(nn.Module):
-    """One fp32 value per token; stands where a GPTModel has its output layer.
-
-    A bf16 value has 8 significant bits, too few for returns of the size of one; so both the head's weights and its
-    arithmetic are fp32, and the critic has a second, small DDP buffer of that dtype.
-
-    Under sequence parallelism every tensor-parallel rank computes the values of the whole sequence, so that the head's
-    gradient is the same on all of them and is not summed.
-    """
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.sequence_parallel = config.sequence_parallel
-        self.weight = nn.Parameter(
-            torch.zeros(1, config.hidden_size, dtype=torch.float32, device=torch.cuda.current_device())
-        )
-
-    def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-        """hidden [s, b, hidden_size], under sequence parallelism this rank's part of s -> (values [s, b, 1] in fp32, no
-        bias)."""
-        if self.sequence_parallel:
-            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return functional.linear(hidden.float(), self.weight), None

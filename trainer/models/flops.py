@@ -38,32 +38,33 @@ _PEAK_TFLOPS = {
 }
 
 
-def matmul_parameters(model: ModelConfig, *, vocab_size: int, value_head: bool) -> int:
-    """Weights that a token is multiplied with: four attention projections, three of the MLP (of a mixture, the router
-    and three of each of its experts), the output layer.
-
-    ``vocab_size``: rows of the output layer, which a value head replaces by one.
-    """
+def matmul_parameters(model: ModelConfig) -> int:
+    """Weights of the body that a token is multiplied with: four attention projections, three of the MLP (of a mixture,
+    the router and three of each of its experts)."""
     attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim * model.hidden_size
     mlp = 3 * model.ffn_size * model.hidden_size
     if model.num_experts is not None:
         assert model.num_experts_per_tok is not None
         mlp = model.num_experts_per_tok * mlp + model.num_experts * model.hidden_size
-    return model.layers * (attention + mlp) + model.hidden_size * (1 if value_head else vocab_size)
+    return model.layers * (attention + mlp)
 
 
 def forward_flops(
-    model: ModelConfig, *, vocab_size: int, value_head: bool, tokens: float, square_tokens: float
+    model: ModelConfig, *, vocab_size: int, value_head: bool, tokens: float, square_tokens: float, predicted: float
 ) -> float:
     """Of one forward pass; times :data:`TRAINING_PASSES` with the backward pass.
 
     Args:
+        vocab_size: rows of the output layer.
+        value_head: the model has one in its place, which gives a value of every token.
         tokens: sum over sequences of their lengths.
         square_tokens: sum of the squares of the lengths.
+        predicted: tokens whose log-probs are computed, those of responses; no other meets the output layer.
     """
-    matmuls = 2 * matmul_parameters(model, vocab_size=vocab_size, value_head=value_head) * tokens
+    head = model.hidden_size * (tokens if value_head else vocab_size * predicted)
     # Two products (scores, mixed values), 2 FLOPs each, over half of the square.
-    return matmuls + 2 * model.layers * model.heads * model.head_dim * square_tokens
+    attention = 2 * model.layers * model.heads * model.head_dim * square_tokens
+    return 2 * (matmul_parameters(model) * tokens + head) + attention
 
 
 def peak_flops_per_second(platform: PlatformConfig, *, device_name: str | None) -> float | None:

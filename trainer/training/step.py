@@ -4,7 +4,7 @@ Losses are sums over tokens (or sequences) with their count; Megatron divides th
 all micro-batches and ranks, so no split changes a mean.
 
 Ranks that hold the model together pass the same batch and get the same results. Logits stay split among tensor-parallel
-ranks, [n, s, v / tp]; outputs exist on the last pipeline stage, which hands what was made of them to the others.
+ranks; outputs exist on the last pipeline stage, which hands what was read off them to the others.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from functools import partial
 from typing import Any, Generic
 
 import torch
-from torch import Tensor, distributed
-from torch.nn import functional
+from torch import Tensor
 
 from trainer.algo import losses
 from trainer.algo.kl import kl_estimate
-from trainer.algo.log_probs import log_probs_and_entropy, log_probs_from_logits
 from trainer.algo.masked import zero_padding
 from trainer.config.schema import AlgoConfig
 from trainer.data.batch import Experience, Sequences, SequencesT
@@ -34,24 +32,24 @@ from trainer.megatron.groups import (
 )
 from trainer.megatron.moe import LoadBalance
 from trainer.roles.role import FORWARD, Role
-from trainer.training.micro_batches import Split, in_order, micro_batches
+from trainer.training.micro_batches import MicroBatch, Split, in_order, micro_batches
+from trainer.training.model_input import ModelInput, Reader, TokenLogProbs, read_values
 
 LossTerms = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Loss(Generic[SequencesT]):
-    """What is trained: (model output, micro-batch) -> (summed loss, its count, sums to report).
+    """What is trained: what ``read`` takes from a model's output goes, after the micro-batch, into ``compute``, which
+    gives (summed loss, its count, sums to report).
 
     ``aggregation``, ``fixed_length``: how :func:`trainer.algo.losses.aggregate` sums it.
     """
 
-    compute: Callable[[Tensor, SequencesT], LossTerms]
+    read: Reader
+    compute: Callable[..., LossTerms]
     aggregation: str
     fixed_length: int | None = None
-
-    def __call__(self, output: Tensor, batch: SequencesT) -> LossTerms:
-        return self.compute(output, batch)
 
     def sequence_weights(self, batch: SequencesT) -> Tensor:
         """[b]: what a loss of one per response token comes to, by sequence."""
@@ -60,39 +58,43 @@ class Loss(Generic[SequencesT]):
         return torch.stack([losses.aggregate(row.float(), mask=row, **how)[0] for row in rows])
 
 
+@dataclass(frozen=True)
+class _Work(Generic[SequencesT]):
+    """A micro-batch, and what the model is given of it."""
+
+    batch: SequencesT
+    given: ModelInput
+
+
+def _works(batch: SequencesT, parts: Sequence[MicroBatch]) -> list[_Work[SequencesT]]:
+    multiple = tensor_parallel_group().size()  # sequence parallel: each rank takes an equal part of the columns
+    return [_Work(taken, ModelInput.padded(taken, multiple=multiple)) for taken in (part.take(batch) for part in parts)]
+
+
 def _run_schedule(
     role: Role,
-    micro_batches: Sequence[SequencesT],
+    works: Sequence[_Work[SequencesT]],
     on_output: Callable[..., Any],
     *,
     forward_only: bool,
-    around: Callable[[SequencesT], AbstractContextManager[Any]] = nullcontext,
+    around: Callable[[_Work[SequencesT]], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Any]:
     """Megatron's forward(-backward) over the micro-batches; what ``on_output`` reports of each, in order, on the last
     pipeline stage (elsewhere nothing). The forward pass of a micro-batch happens inside ``around`` it."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    def padded(tokens: Tensor) -> Tensor:
-        """Sequence parallel: each tensor-parallel rank takes an equal part of the columns."""
-        return functional.pad(tokens, (0, -tokens.shape[1] % tensor_parallel_group().size()))
+    def forward_step(iterator: Iterator[_Work[SequencesT]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        work = next(iterator)
+        with around(work):
+            return model(work.given.tokens, work.given.positions, None), partial(on_output, work)
 
-    def forward_step(iterator: Iterator[SequencesT], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        micro_batch = next(iterator)
-        tokens = padded(micro_batch.tokens)
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        with around(micro_batch):
-            return model(tokens, positions, None), partial(on_columns, micro_batch)
-
-    def on_columns(micro_batch: SequencesT, output: Tensor, **options: bool) -> Any:
-        return on_output(micro_batch, output[:, : micro_batch.tokens.shape[1]], **options)
-
-    iterators = [iter(micro_batches) for _ in role.chunks]
-    rows, length = padded(micro_batches[0].tokens).shape  # of all of them, where pipeline stages need to know
+    iterators = [iter(works) for _ in role.chunks]
+    rows, length = works[0].given.tokens.shape  # of all of them, where pipeline stages need to know
     reported = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=role.chunks,
-        num_microbatches=len(micro_batches),
+        num_microbatches=len(works),
         seq_length=length,
         micro_batch_size=rows,
         forward_only=forward_only,
@@ -103,19 +105,22 @@ def _run_schedule(
     return reported
 
 
-def _forward(
-    role: Role, batch: SequencesT, reduce: Callable[[Tensor, SequencesT], tuple[Tensor, ...]], *, split: Split
-) -> tuple[Tensor, ...]:
-    """Forward-only passes; ``reduce`` turns each output into small tensors before the next micro-batch runs. They come
+def _head(role: Role) -> Any:
+    """The GPTModel whose output is read, on the last pipeline stage."""
+    return role.chunks[-1].module
+
+
+def _forward(role: Role, batch: SequencesT, read: Reader, *, split: Split) -> tuple[Tensor, ...]:
+    """Forward-only passes; ``read`` turns each output into small tensors before the next micro-batch runs. They come
     back as tensors over the whole batch, the same on every rank that holds a part of the model."""
     role.require(FORWARD)
     parts = micro_batches(batch, split)
 
-    def on_output(micro_batch: SequencesT, output: Tensor, *, non_loss_data: bool) -> Any:
-        return reduce(output, micro_batch)
+    def on_output(work: _Work[SequencesT], output: Tensor, *, non_loss_data: bool) -> Any:
+        return read(_head(role), work.given, output)
 
     with torch.no_grad():
-        results = _run_schedule(role, [part.take(batch) for part in parts], on_output, forward_only=True)
+        results = _run_schedule(role, _works(batch, parts), on_output, forward_only=True)
     found = tuple(in_order(tensors, parts, batch=batch) for tensors in zip(*results, strict=True))
     return tensors_from_last_stage(found)
 
@@ -123,34 +128,16 @@ def _forward(
 def log_probs(
     role: Role, batch: Sequences, *, temperature: float, vocab_size: int, split: Split
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the tokens and entropies of their distributions under the role's active weights, each [n, s-1].
-
-    By length (see :mod:`trainer.training.micro_batches`), columns after a sequence's end may hold zeros.
-    """
-
-    def reduce(logits: Tensor, micro_batch: Sequences) -> tuple[Tensor, Tensor]:
-        return log_probs_and_entropy(
-            logits[:, :-1],
-            micro_batch.tokens[:, 1:],
-            temperature=temperature,
-            vocab_size=vocab_size,
-            group=_vocabulary_group(),
-        )
-
-    token_log_probs, entropy = _forward(role, batch, reduce, split=split)
+    """Log-probs of the response tokens and entropies of their distributions under the role's active weights, each
+    [n, s-1], zero elsewhere."""
+    token_log_probs, entropy = _forward(role, batch, TokenLogProbs(temperature, vocab_size), split=split)
     return token_log_probs, entropy
 
 
 def values(role: Role, batch: Sequences, *, split: Split) -> Tensor:
     """Values [n, s] in fp32: column t is the value of the text up to and including tokens[:, t]; by length, columns
     after a sequence's end may hold zeros."""
-    return _forward(role, batch, lambda output, _: (output.squeeze(-1).float(),), split=split)[0]
-
-
-def _vocabulary_group() -> distributed.ProcessGroup | None:
-    """The ranks that share each token's logits; None where one has them all."""
-    group = tensor_parallel_group()
-    return group if group.size() > 1 else None
+    return _forward(role, batch, read_values, split=split)[0]
 
 
 def train_minibatch(role: Role, batch: SequencesT, loss: Loss[SequencesT], *, split: Split) -> dict[str, float]:
@@ -163,20 +150,20 @@ def train_minibatch(role: Role, batch: SequencesT, loss: Loss[SequencesT], *, sp
     reports: list[dict[str, Tensor]] = []
     model = role.config.model
     balance, is_mixture = LoadBalance(layers=model.layers), model.num_experts is not None
-    parts = micro_batches(batch, split)
 
-    def on_output(micro_batch: SequencesT, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        numerator, count, stats = loss(output, micro_batch)
+    def on_output(work: _Work[SequencesT], output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        numerator, count, stats = loss.compute(work.batch, *loss.read(_head(role), work.given, output))
         reports.append({**stats, "loss_sum": numerator.detach().clone(), "loss_count": count})
         return numerator, count.int(), {}
 
-    def around(micro_batch: SequencesT) -> AbstractContextManager[None]:
+    def around(work: _Work[SequencesT]) -> AbstractContextManager[None]:
         if not is_mixture:
             return nullcontext()
-        return balance.watch(micro_batch.response_mask, weights=loss.sequence_weights(micro_batch))
+        return balance.watch(work.batch.response_mask, weights=loss.sequence_weights(work.batch))
 
     with role.training():
-        _run_schedule(role, [part.take(batch) for part in parts], on_output, forward_only=False, around=around)
+        works = _works(batch, micro_batches(batch, split))
+        _run_schedule(role, works, on_output, forward_only=False, around=around)
         aux_losses = balance.sums()
         result = from_last_stage(_summed(reports, aux_losses) if is_last_stage() else None)
         updated, grad_norm = (True, 0.0) if result["loss_count"] == 0 else role.step()
@@ -192,32 +179,18 @@ def _summed(reports: list[dict[str, Tensor]], aux_losses: dict[str, Tensor]) -> 
 def supervised_loss(*, vocab_size: int) -> Loss[Sequences]:
     """Cross-entropy of the response tokens, token mean."""
 
-    def loss(logits: Tensor, batch: Sequences) -> LossTerms:
-        token_log_probs = log_probs_from_logits(
-            logits[:, :-1],
-            batch.tokens[:, 1:],
-            temperature=1.0,
-            vocab_size=vocab_size,
-            group=_vocabulary_group(),
-        )
+    def loss(batch: Sequences, token_log_probs: Tensor, entropy: Tensor) -> LossTerms:
         return *losses.aggregate(-token_log_probs, mask=batch.response_mask, mode="token_mean"), {}
 
-    return Loss(loss, "token_mean")
+    return Loss(TokenLogProbs(1.0, vocab_size), loss, "token_mean")
 
 
 def policy_loss(settings: AlgoConfig, *, temperature: float, vocab_size: int, kl_coef: float) -> Loss[Experience]:
     """Clipped PPO objective, minus the entropy bonus, plus KL to the reference where it is a loss."""
     kl = settings.kl
 
-    def loss(logits: Tensor, batch: Experience) -> LossTerms:
+    def loss(batch: Experience, token_log_probs: Tensor, entropy: Tensor) -> LossTerms:
         mask = batch.response_mask
-        token_log_probs, entropy = log_probs_and_entropy(
-            logits[:, :-1],
-            batch.tokens[:, 1:],
-            temperature=temperature,
-            vocab_size=vocab_size,
-            group=_vocabulary_group(),
-        )
         per_token, stats = losses.policy_loss(
             token_log_probs,
             old_log_probs=batch.old_log_probs,
@@ -241,18 +214,18 @@ def policy_loss(settings: AlgoConfig, *, temperature: float, vocab_size: int, kl
         stats["tokens"] = mask.sum()
         return *_aggregate(per_token, mask, settings), stats
 
-    return Loss(loss, settings.loss_aggregation, settings.loss_length)
+    return Loss(TokenLogProbs(temperature, vocab_size), loss, settings.loss_aggregation, settings.loss_length)
 
 
 def value_loss(settings: AlgoConfig) -> Loss[Experience]:
     """Clipped squared error of the values before each response token."""
 
-    def loss(output: Tensor, batch: Experience) -> LossTerms:
+    def loss(batch: Experience, values: Tensor) -> LossTerms:
         mask = batch.response_mask
         assert batch.values is not None, "no critic judged this experience"
         assert batch.returns is not None
         per_token, stats = losses.value_loss(
-            output.squeeze(-1)[:, :-1],
+            values[:, :-1],
             old_values=batch.values,
             returns=batch.returns,
             response_mask=mask,
@@ -261,7 +234,7 @@ def value_loss(settings: AlgoConfig) -> Loss[Experience]:
         stats["tokens"] = mask.sum()
         return *_aggregate(per_token, mask, settings), stats
 
-    return Loss(loss, settings.loss_aggregation, settings.loss_length)
+    return Loss(read_values, loss, settings.loss_aggregation, settings.loss_length)
 
 
 def _aggregate(per_token: Tensor, mask: Tensor, settings: AlgoConfig) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from trainer.config.schema import ModelConfig
 from trainer.megatron.groups import pipeline_group, pipeline_rank, tensor_parallel_group
+from trainer.megatron.heads import output_weight
 from trainer.rollout.native.attention import Attention, Prompts, Rows
 from trainer.rollout.native.experts import Experts
 from trainer.rollout.native.pieces import Pieces
@@ -94,10 +95,8 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden_size], on the last pipeline stage -> [n, vocab_size], on each of its tensor-parallel ranks
         those of the whole vocabulary."""
-        gpt, group = self._gpts[-1], tensor_parallel_group()
-        is_tied = gpt.share_embeddings_and_output_weights
-        weight = gpt.shared_embedding_or_output_weight() if is_tied else gpt.output_layer.weight
-        logits = functional.linear(hidden, weight)
+        group = tensor_parallel_group()
+        logits = functional.linear(hidden, output_weight(self._gpts[-1]))
         if group.size() > 1:
             parts = [torch.empty_like(logits) for _ in range(group.size())]
             distributed.all_gather(parts, logits, group=group)
