@@ -289,6 +289,53 @@ def test_jsonl_bad_line(tmp_path, bad, message):
         load("jsonl", path=jsonl_file(tmp_path / "bad.jsonl", [bad]), verifier="numeric").validate()
 
 
+@pytest.mark.parametrize("number", ["0.00005", "5e-05", "-0.10", "1.0", "1E400", "7", "-" + "123456789" * 9])
+@pytest.mark.parametrize("verifier", ["exact", "numeric", "last_number"])
+def test_jsonl_number_is_the_answer_as_it_is_written(tmp_path, number, verifier):
+    lines = [f'{{"prompt": "{n}", "answer": {number}, "other": 0.5}}\n' for n in range(2)]
+    task = load("jsonl", path=jsonl_file(tmp_path / "numbers.jsonl", lines), verifier=verifier)
+    example = task.train[0]
+    assert (example.answer, example.metadata) == (number, {"other": 0.5})
+    assert [task.score(text, example) for text in (number, "-5", "5")] == [1.0, 0.0, 0.0]
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a\\ud83d", "answer": "b"}', r"line 2: its question holds '\\ud83d', half of a character"),
+        ('{"prompt": "a", "answer": "\\udc00b"}', r"line 2: its answer holds '\\udc00', half of a character"),
+        (f'{{"prompt": "a", "answer": "b", "more": {DEEP}}}', r"line 2: not JSON \(maximum recursion depth"),
+        (DEEP, r"line 2: not JSON \(maximum recursion depth"),
+        ('{"prompt": "a", "answer": NaN}', "line 2: field 'answer' is nan, must be a finite number"),
+        ('{"prompt": "a", "answer": -Infinity}', "line 2: field 'answer' is -inf, must be a finite number"),
+    ],
+)
+def test_jsonl_text_that_python_reads_and_nobody_can_train_on(tmp_path, line, message):
+    task = load("jsonl", path=jsonl_file(tmp_path / "bad.jsonl", [GOOD, line + "\n", GOOD]))
+    with pytest.raises(ValueError, match=f"bad.jsonl, {message}"):
+        _ = task.train
+
+
+def test_an_example_is_text_that_can_be_encoded():
+    for question, answer, message in (
+        ("\ud83d", "1", "its question holds '.ud83d', half of a character"),
+        ("a", "\udc00", "question='a': its answer holds"),
+        ("1 + 1", 2, r"question='1 \+ 1': its answer is 2, a int, must be text"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Example(question, answer)
+
+
+def test_examples_of_a_file_know_their_lines(tmp_path):
+    path = jsonl_file(tmp_path / "lines.jsonl", [GOOD, "\n", {"prompt": "1 + 1 =", "answer": "2"}])
+    task = load("jsonl", path=path)
+    origins = {example.answer: example.origin for example in (*task.train, *task.heldout)}
+    assert origins == {"5": f"{path}, line 1", "2": f"{path}, line 3"}
+
+
 def test_jsonl_bytes_that_are_no_text(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é", "answer": "e"}\n'.encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin.jsonl, line 1: not JSON"):
@@ -326,12 +373,19 @@ def test_jsonl_relative_path_is_the_directory_of_the_command(tmp_path, monkeypat
         ("numeric", "+1,000.0", "1000", 1.0),
         ("numeric", "-.5", "-0.50", 1.0),
         ("numeric", "1000 apples", "1000", 0.0),
-        ("numeric", "1e3", "1000", 0.0),
+        ("numeric", "1e3", "1000", 1.0),
+        ("numeric", "5e-5", "0.00005", 1.0),
+        ("numeric", "0.00005", "5e-05", 1.0),
+        ("numeric", "-5", "5e-05", 0.0),
+        ("numeric", "1e99999", "1", 0.0),
         ("numeric", "nan", "nan", 0.0),
         ("numeric", "9" * 5000, "9" * 5000, 1.0),
         ("last_number", "3 and 4 make 7.", "so #### 7", 1.0),
         ("last_number", "7, no, 8", "7", 0.0),
         ("last_number", "none", "7", 0.0),
+        ("last_number", "that is -5", "5e-05", 0.0),
+        ("last_number", "about 2 times 0.00005", "5e-05", 1.0),
+        ("last_number", "about 1" + "0" * 300, "1E+300", 1.0),
         ("contains", "It is PARIS, I think", "Paris", 1.0),
         ("contains", "parisian", "Paris", 0.0),
         ("contains", "c++ of course", "C++", 1.0),

@@ -17,11 +17,28 @@ CORPUS_EXAMPLES = 2048
 
 @dataclass(frozen=True)
 class Example:
-    """One question. ``metadata`` is whatever the task's verifier needs besides ``answer``."""
+    """One question. ``metadata`` is whatever the task's verifier needs besides ``answer``; ``origin`` says where it
+    stands (``questions.jsonl, line 7``), for messages about it."""
 
     question: str
     answer: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    origin: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError unless question and answer are text that can be encoded."""
+        for name in ("question", "answer"):
+            value = getattr(self, name)
+            where = self.origin or f"an example with question={self.question!r}"
+            if not isinstance(value, str):
+                raise ValueError(f"{where}: its {name} is {value!r}, a {type(value).__name__}, must be text")
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"{where}: its {name} holds {value[error.start]!r}, half of a character (a lone surrogate), which "
+                    "is no text: write the whole character"
+                ) from error
 
 
 class Task(ABC):

@@ -26,7 +26,8 @@ class JsonlTask(Task):
 
     Fields:
         path: the file. Its other fields become the ``metadata`` of the example.
-        prompt_field, answer_field: names of the two fields; a prompt is text, an answer is text or a number.
+        prompt_field, answer_field: names of the two fields; a prompt is text, an answer is text or a number, which is
+            taken as it is written: ``0.00005`` is not ``5e-05``.
         heldout_path: a second file to hold out, or None to hold out a part of ``path``.
         heldout_fraction: the share of different prompts that is held out when there is no second file.
         verifier: a name in ``trainer.tasks.verifiers.VERIFIERS`` or ``package.module.function``.
@@ -105,15 +106,14 @@ class JsonlTask(Task):
             )
 
     def _example(self, line: bytes, *, where: str) -> Example:
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where}: not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: a {type(row).__name__}, not an object with {self.prompt_field!r}")
+        row = _json_object(line, where=where)
         question = self._pop(row, "prompt_field", types=(str,), where=where)
         answer = self._pop(row, "answer_field", types=(str, int, float), where=where)
-        example = Example(question, answer, row)
+        if not isinstance(answer, str):
+            answer = json.loads(line, parse_int=str, parse_float=str)[self.answer_field]
+            if not isinstance(answer, str):  # NaN or Infinity, which JSON does not have and Python reads
+                raise ValueError(f"{where}: field {self.answer_field!r} is {answer}, must be a finite number or text")
+        example = Example(question, answer, row, origin=where)
         if self.verifier in VERIFIERS and verify(self.verifier, answer, example) == 0.0:
             raise ValueError(
                 f"{where}: verifier {self.verifier!r} pays 0 for the answer {answer!r} itself: change the "
@@ -121,7 +121,7 @@ class JsonlTask(Task):
             )
         return example
 
-    def _pop(self, row: dict[str, Any], key: str, *, types: tuple[type, ...], where: str) -> str:
+    def _pop(self, row: dict[str, Any], key: str, *, types: tuple[type, ...], where: str) -> Any:
         name = getattr(self, key)
         if name not in row:
             raise ValueError(f"{where}: no field {name!r} (it has {sorted(row)}): name the field with task.{key}=...")
@@ -129,4 +129,14 @@ class JsonlTask(Task):
         if isinstance(value, bool) or not isinstance(value, types) or not str(value).strip():
             allowed = " or ".join(kind.__name__ for kind in types)
             raise ValueError(f"{where}: field {name!r} is {value!r}, must be {allowed} and not blank")
-        return str(value)
+        return value
+
+
+def _json_object(line: bytes, *, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: a {type(row).__name__}, not an object with the fields of a question")
+    return row

@@ -5,18 +5,22 @@ Simplification: text only. What an answer *means* (algebra, code, units) is for 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection
 from decimal import Decimal
-from typing import cast
+from typing import Any, cast
 
 from trainer.common.imports import import_named
 from trainer.tasks.base import Example
 
 Verifier = Callable[[str, Example], float]
-# Digits with optional thousands commas and decimals; no exponents, so no response is expensive to compare.
-_NUMBER = re.compile(r"[+-]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+# Digits with optional thousands commas, decimals and exponent. Longer exponents are none: Decimal has limits.
+_NUMBER = re.compile(r"[+-]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?")
+_LARGEST_REWARD = 3.4028234663852886e38  # of a float32, in which rewards are added up
+
+
+class RewardError(ValueError):
+    """A response was paid something that is no reward."""
 
 
 def exact(response: str, example: Example) -> float:
@@ -25,7 +29,7 @@ def exact(response: str, example: Example) -> float:
 
 
 def numeric(response: str, example: Example) -> float:
-    """1 if the whole response is a number equal to the answer: ``+1,000.0`` is ``1000``."""
+    """1 if the whole response is a number equal to the answer: ``+1,000.0`` and ``1e3`` are ``1000``."""
     number, expected = _NUMBER.fullmatch(response.strip()), _NUMBER.fullmatch(example.answer.strip())
     return float(number is not None and expected is not None and _value(number[0]) == _value(expected[0]))
 
@@ -82,24 +86,39 @@ def verify(name: str, response: str, example: Example) -> float:
     """The reward under the verifier called ``name``. What a verifier of yours raises is passed on.
 
     Raises:
-        ValueError: the verifier returned something outside [0, 1].
+        RewardError: the verifier returned something outside [0, 1].
     """
-    reward = float(resolve_verifier(name)(response, example))
+    reward = as_reward(resolve_verifier(name)(response, example), source=f"task.verifier={name}", response=response)
     if not 0.0 <= reward <= 1.0:
-        raise ValueError(f"task.verifier={name} returned {reward} for {response!r}; rewards lie in [0, 1]")
+        raise RewardError(f"task.verifier={name} returned {reward} for {response!r}; rewards lie in [0, 1]")
     return reward
 
 
 def reward_of(name: str, response: str, example: Example) -> float:
-    """What the reward function called ``name`` (``package.module.function``) pays: any finite number.
+    """What the reward function called ``name`` (``package.module.function``) pays. What it raises is passed on.
 
     Raises:
-        ValueError: it returned something else. What it raises itself is passed on.
+        RewardError: it returned no number, or none that is finite.
     """
-    paid = import_function(name, setting="reward")(response, example)
-    if not isinstance(paid, int | float) or not math.isfinite(paid):
-        raise ValueError(f"reward={name} returned {paid!r} for {response!r}; rewards are finite numbers")
-    return float(paid)
+    function = import_function(name, setting="reward")
+    return as_reward(function(response, example), source=f"reward={name}", response=response)
+
+
+def as_reward(value: Any, *, source: str, response: str) -> float:
+    """What ``source`` returned for ``response`` as a number: anything that ``float()`` takes and is finite in float32.
+
+    Raises:
+        RewardError: it is something else.
+    """
+    try:
+        reward = float(value)
+    except Exception as error:  # TypeError, ValueError, OverflowError; torch's is a RuntimeError
+        raise RewardError(
+            f"{source} returned {value!r} for {response!r}, which is no number: return one, such as 1.0"
+        ) from error
+    if not abs(reward) <= _LARGEST_REWARD:
+        raise RewardError(f"{source} returned {value!r} for {response!r}: rewards are finite numbers (in float32)")
+    return reward
 
 
 def _value(number: str) -> Decimal:
