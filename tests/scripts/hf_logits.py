@@ -28,6 +28,7 @@ from trainer.models.hf_bridge import from_hf
 from trainer.models.hf_files import SafetensorsFolder, save_hf
 from trainer.plan import make_plan
 from trainer.roles.role import Role
+from trainer.tasks.tokenizer import vocabulary_size
 
 TEXTS = (
     "What is 17 + 25? The sum is 42.",
@@ -50,7 +51,7 @@ def actor_of(folder: Path, dtype: str) -> Role:
         config,
         plan=make_plan(config),
         saver=make_saver(config),
-        vocab_size=model.embedding_rows(len(tokenizer)),
+        vocab_size=model.embedding_rows(vocabulary_size(tokenizer)),
         seed=1,
         observer=lambda record: None,
         arenas=HostArenas(pinned=False),

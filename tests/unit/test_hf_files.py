@@ -154,6 +154,16 @@ def test_a_trained_actor_is_exported_and_comes_back_bit_for_bit(family, tied, tm
     assert roles.same_weights(dict(named), trained)
 
 
+def test_the_generation_settings_of_the_start_are_exported(tmp_path):
+    save_checkpoint(tmp_path / "in", "llama")
+    settings = {"eos_token_id": [19, 2], "temperature": 0.6, "do_sample": False}  # which transformers does not save
+    (tmp_path / "in" / "generation_config.json").write_text(json.dumps(settings))
+    model, _, named = load(tmp_path / "in")
+    save_hf(named.items(), model=model, tokenizer=tokenizer(), folder=tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == settings
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.eos_token_id == [19, 2]
+
+
 def test_a_critic_has_the_body_and_a_head_of_its_own(tmp_path):
     for tied in (False, True):
         save_checkpoint(tmp_path, "llama", tied=tied)

@@ -1,6 +1,7 @@
 """trainer.rollout.hf on the CPU saver with poison: what it generates, and that nothing it reads is lost asleep."""
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -260,6 +261,23 @@ def test_end_with_the_last_allowed_token_is_no_truncation(make_engine):
     responses = engine.generate([[50], [70]], seed=1, greedy=True)
     assert responses.tokens[:, :3].tolist() == [[50, 60, EOS], [70, 50, 60]]
     assert responses.truncated.tolist() == [False, True]
+
+
+def test_every_end_of_the_model_ends_a_response(make_engine, tmp_path):
+    """After a comes b, then c, then c for ever; b and c end a response too, and neither is a special token."""
+    a, b, c, d = 50, 60, 70, 80
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, b]}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": c}))
+    engine = make_engine(model=dataclasses.replace(MODEL, path=str(tmp_path)))
+    engine.wake_up(chain_weights(engine, {a: {b: 50}, b: {c: 50}, c: {c: 50}, d: {EOS: 50}, 90: {91: 50}}).items())
+    responses = engine.generate([[a], [b], [d], [90]], seed=1, greedy=True)
+    lengths = responses.response_mask.sum(1).tolist()
+    assert lengths == [1, 1, 1, 6]
+    assert responses.tokens[:3, :2].tolist() == [[a, b], [b, c], [d, EOS]]
+    assert responses.tokens[:3, 2:].eq(PAD).all()
+    assert responses.truncated.tolist() == [False, False, False, True]
+    assert responses.texts[:3] == ["", "", ""]  # what ended it is no part of a response
+    assert engine.model.config.eos_token_id == [EOS, b, c]
 
 
 def test_temperature_and_top_p(make_engine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
@@ -13,7 +14,16 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from trainer.tasks.arithmetic import ArithmeticTask
-from trainer.tasks.tokenizer import BOS, EOS, PAD, SMALLEST_VOCAB_SIZE, check_vocab_size, load_tokenizer, vocab_size_of
+from trainer.tasks.tokenizer import (
+    BOS,
+    EOS,
+    PAD,
+    SMALLEST_VOCAB_SIZE,
+    check_vocab_size,
+    load_tokenizer,
+    vocab_size_of,
+    vocabulary_size,
+)
 
 SETTINGS = {
     "max_operand": 9,
@@ -103,6 +113,23 @@ def test_vocab_size_must_hold_the_bytes():
     check_vocab_size(SMALLEST_VOCAB_SIZE)
     with pytest.raises(ValueError, match=r"tokenizer.vocab_size=256 is too small .* use tokenizer.vocab_size=259"):
         load_tokenizer(None, task=TASK, vocab_size=256)
+
+
+def test_a_vocabulary_with_holes_needs_rows_up_to_its_largest_id(tmp_path):
+    """Entry 339 beside 309 others."""
+    load_tokenizer(None, task=TASK, vocab_size=320).save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    assert len(content["model"]["vocab"]) == 309
+    content["model"]["vocab"]["<end>"] = 339
+    content["added_tokens"].append(content["added_tokens"][-1] | {"id": 339, "content": "<end>"})
+    file.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(tmp_path), task=TASK, vocab_size=340)
+    assert (len(tokenizer), vocabulary_size(tokenizer)) == (310, 340)
+    assert vocab_size_of(str(tmp_path), task=TASK, vocab_size=340) == 340
+    assert tokenizer.decode([320, 339, tokenizer.encode("7")[0]]) == "<end>7"  # an id without an entry is no text
+    with pytest.raises(ValueError, match=r"310 entries with ids up to 339, .* takes 339: use tokenizer.vocab_size=340"):
+        load_tokenizer(str(tmp_path), task=TASK, vocab_size=339)
 
 
 def save_word_tokenizer(folder, **special_tokens):

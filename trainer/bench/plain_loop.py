@@ -30,7 +30,7 @@ from trainer.measure.phases import Phases
 from trainer.memory.saver import NullSaver
 from trainer.models.hf_files import SafetensorsFolder
 from trainer.rollout.hf import HfEngine
-from trainer.tasks.tokenizer import load_tokenizer
+from trainer.tasks.tokenizer import load_tokenizer, vocabulary_size
 from trainer.training import step
 from trainer.training.experience import Judgement, experience_of, rollout_batch
 from trainer.training.micro_batches import Split, in_order, micro_batches
@@ -125,7 +125,7 @@ class PlainLoop:
         self._config, self._phases = config, phases
         self._estimator, task = make_estimator(config), make_task(config)
         tokenizer = load_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
-        self._vocab_size = len(tokenizer)
+        self._vocab_size = vocabulary_size(tokenizer)
         self._prompts = Prompts(config, task=task, tokenizer=tokenizer)
         actor, critic = config.roles["actor"], config.roles["critic"]
         self._engine = HfEngine(

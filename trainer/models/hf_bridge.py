@@ -33,7 +33,7 @@ def hf_config(
     *,
     vocab_size: int,
     bos_token_id: int | None,
-    eos_token_id: int | None,
+    eos_token_id: int | list[int] | None,
     pad_token_id: int | None,
 ) -> PreTrainedConfig:
     """The transformers config of ``model``: LlamaConfig, Qwen2Config, Qwen3Config, MixtralConfig or Qwen3MoeConfig.

@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from trainer.common.files import naming
 from trainer.config.schema import ModelConfig
+from trainer.models.generation import GENERATION_FILE, generation_settings, vocabulary_settings
 from trainer.models.hf_bridge import hf_config, to_hf
 
 if TYPE_CHECKING:
@@ -76,19 +77,20 @@ def save_hf(
         named_tensors: of :func:`trainer.megatron.sharding.whole_tensors`, an actor's.
         shard_bytes: of weights that are gathered in host memory before they are written to a file of their own.
 
+    The generation settings of the folder that the model started from are written back.
+
     Raises:
         ValueError: no Hugging Face family has this architecture.
         UnwritableFile: the disk refused.
     """
-    config = hf_config(
-        model,
-        vocab_size=model.embedding_rows(len(tokenizer)),
-        bos_token_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
-        eos_token_id=tokenizer.eos_token_id,  # type: ignore[arg-type]
-        pad_token_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
-    )
+    config = hf_config(model, **vocabulary_settings(model, tokenizer))
     weights = to_hf(named_tensors, model=model)
     write_folder(weights, config=config, tokenizer=tokenizer, folder=folder, shard_bytes=shard_bytes)
+    settings = generation_settings(model)
+    if settings:
+        text = json.dumps(settings | {"eos_token_id": config.eos_token_id}, indent=2) + "\n"
+        with _writing(folder):
+            (folder / GENERATION_FILE).write_text(text)
 
 
 def write_folder(

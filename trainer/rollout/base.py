@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -21,9 +21,9 @@ class Responses:
 
     Attributes:
         tokens: [n, s] int64.
-        response_mask: [n, s] bool, True on response tokens, the end-of-sequence token included.
+        response_mask: [n, s] bool, True on response tokens, the one that ended it included.
         truncated: [n] bool, True where max_new_tokens were drawn and none of them ended the response.
-        texts: n decoded responses without special tokens.
+        texts: n decoded responses, without special tokens and without the token that ended them.
         log_probs: [n, s] fp32, the engine's own log-prob of each response token under softmax(logits / temperature),
             so before top-p; 0 elsewhere.
         drawn_log_probs: [n, s] fp32, the same under the distribution that the token was drawn from, after top-k, top-p
@@ -46,6 +46,13 @@ def check_prompts(prompts: Sequence[Sequence[int]], *, longest: int) -> None:
                 f"prompt {index} has {len(prompt)} tokens; rollout.max_prompt_tokens={longest} allows 1 to "
                 f"{longest}: raise rollout.max_prompt_tokens or choose a task with such prompts"
             )
+
+
+def decoded(rows: Sequence[Sequence[int]], *, ends: Collection[int], tokenizer: Any) -> list[str]:
+    """The text of responses, without special tokens and without the token of ``ends`` that ended one, which need not be
+    special."""
+    kept = [row[:-1] if row and row[-1] in ends else row for row in rows]
+    return tokenizer.batch_decode(kept, skip_special_tokens=True)
 
 
 class RolloutEngine(Protocol):

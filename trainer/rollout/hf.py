@@ -23,10 +23,12 @@ from trainer.common.seeds import seed_for
 from trainer.config.schema import ModelConfig, RolloutConfig
 from trainer.memory.regions import MemoryObserver
 from trainer.memory.saver import RegionBytes, Saver
+from trainer.models.generation import end_token_ids, vocabulary_settings
 from trainer.models.hf_bridge import check_names, hf_config, to_hf, views_by_file_name
 from trainer.roles.role import FORWARD, Role
-from trainer.rollout.base import Responses, check_prompts
+from trainer.rollout.base import Responses, check_prompts, decoded
 from trainer.rollout.stops import StopStrings
+from trainer.tasks.tokenizer import vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -36,7 +38,7 @@ _LENGTH_MULTIPLE = 8
 
 
 class HfEngine:
-    """A :class:`trainer.rollout.base.RolloutEngine`. Tokens without an entry in the tokenizer are never drawn.
+    """A :class:`trainer.rollout.base.RolloutEngine`. Ids beyond the tokenizer's largest are never drawn.
 
     Rows that other ranks draw have other numbers, so a call's draws are those of its first number.
 
@@ -56,16 +58,11 @@ class HfEngine:
     ) -> None:
         self._architecture, self._rollout, self._tokenizer = model, rollout, tokenizer
         self._saver, self._observe = saver, observer
-        self._eos: int = tokenizer.eos_token_id  # type: ignore[assignment]
+        self._ends = end_token_ids(model, tokenizer)
         self._pad: int = tokenizer.pad_token_id  # type: ignore[assignment]
         self._stop_strings = StopStrings(rollout.stop, tokenizer)
-        config = hf_config(
-            model,
-            vocab_size=model.embedding_rows(len(tokenizer)),
-            bos_token_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
-            eos_token_id=self._eos,
-            pad_token_id=self._pad,
-        )
+        self._vocab_size = vocabulary_size(tokenizer)
+        config = hf_config(model, **vocabulary_settings(model, tokenizer))
         with no_init_weights():
             self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         self.model.tie_weights()  # left out along with the initialisation
@@ -176,7 +173,7 @@ class HfEngine:
         sequences, log_probs = self._sample(padded, is_prompt, seed=seed, greedy=greedy)
 
         drawn = sequences[:, width:]
-        ended = drawn.eq(self._eos).cumsum(dim=1) > 0
+        ended = torch.isin(drawn, torch.tensor(self._ends, device=device)).cumsum(dim=1) > 0
         lengths, is_stopped = ended.logical_not().sum(dim=1) + ended[:, -1], ended[:, -1]
         if self._stop_strings:
             at_stop = self._stop_strings.lengths(drawn.tolist(), lengths.tolist()).to(device)
@@ -193,27 +190,28 @@ class HfEngine:
             tokens=tokens.where(response_mask | (source < width), pad),
             response_mask=response_mask,
             truncated=~is_stopped,
-            texts=self._tokenizer.batch_decode(
+            texts=decoded(
                 [row[:length] for row, length in zip(drawn.tolist(), lengths.tolist(), strict=True)],
-                skip_special_tokens=True,
+                ends=self._ends,
+                tokenizer=self._tokenizer,
             ),
             log_probs=log_probs.where(response_mask, 0.0),
         )
 
     def _sample(self, prompts: Tensor, is_prompt: Tensor, *, seed: int, greedy: bool) -> tuple[Tensor, Tensor]:
         """prompts and is_prompt [n, w], padded on the left -> (sequences [n, w + drawn], their drawn tokens' log-probs
-        [n, drawn]). A row is drawn until its end-of-sequence token, then padded."""
+        [n, drawn]). A row is drawn until an end-of-sequence token, then padded."""
         rollout = self._rollout
         sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
         sampling |= {"min_p": rollout.min_p} if rollout.min_p else {}
         settings = GenerationConfig(
             do_sample=not greedy,
             max_new_tokens=rollout.max_new_tokens,
-            eos_token_id=self._eos,
+            eos_token_id=list(self._ends),
             pad_token_id=self._pad,
             **({} if greedy else sampling),
         )
-        recorder = _LogProbRecorder(rollout.temperature, vocab_size=len(self._tokenizer))
+        recorder = _LogProbRecorder(rollout.temperature, vocab_size=self._vocab_size)
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)

@@ -25,27 +25,38 @@ SMALLEST_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 def load_tokenizer(path: str | None, *, task: Task, vocab_size: int) -> PreTrainedTokenizerFast:
     """Load the tokenizer in the folder ``path``, or train one on ``task.corpus()``.
 
-    The result has an eos and a pad token (eos pads where there is no other) and at most ``vocab_size``
-    entries; a trained one has fewer when the corpus has no more to merge. A checkpoint may have more rows than its
-    tokenizer has entries.
+    The result has an eos and a pad token (eos pads where there is no other) and ids below ``vocab_size``; a trained one
+    has fewer entries when the corpus has no more to merge. A checkpoint may have more rows than its tokenizer has ids.
 
     Raises:
         ValueError: no tokenizer at ``path``, none that is fast, no eos token, or ``vocab_size`` is too small.
     """
     tokenizer = _train(task.corpus(), vocab_size=vocab_size) if path is None else _load(path)
-    if len(tokenizer) > vocab_size:
+    ids = vocabulary_size(tokenizer)
+    if ids > vocab_size:
         raise ValueError(
-            f"the tokenizer in {path} has {len(tokenizer)} entries, and the model takes {vocab_size}: use "
-            f"tokenizer.vocab_size={len(tokenizer)} or more, or with a checkpoint the tokenizer that belongs to it"
+            f"the tokenizer in {path} has {len(tokenizer)} entries with ids up to {ids - 1}, and the model takes "
+            f"{vocab_size}: use tokenizer.vocab_size={ids} or more, or with a checkpoint the tokenizer that belongs to "
+            "it"
         )
     return tokenizer
 
 
-def vocab_size_of(path: str | None, *, task: Task, vocab_size: int) -> int:
-    """``len(load_tokenizer(...))``, for a trained one without importing transformers."""
+def light_tokenizer(path: str | None, *, task: Task, vocab_size: int) -> PreTrainedTokenizerFast | Tokenizer:
+    """The same tokenizer; a trained one comes bare, without importing transformers."""
     if path is None:
-        return _train_bpe(task.corpus(), vocab_size=vocab_size).get_vocab_size()
-    return len(load_tokenizer(path, task=task, vocab_size=vocab_size))
+        return _train_bpe(task.corpus(), vocab_size=vocab_size)
+    return load_tokenizer(path, task=task, vocab_size=vocab_size)
+
+
+def vocab_size_of(path: str | None, *, task: Task, vocab_size: int) -> int:
+    """:func:`vocabulary_size` of the run's tokenizer."""
+    return vocabulary_size(light_tokenizer(path, task=task, vocab_size=vocab_size))
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast | Tokenizer) -> int:
+    """Largest id + 1: the rows that an embedding needs. A vocabulary with holes has fewer entries."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def check_vocab_size(vocab_size: int) -> None:
@@ -60,6 +71,7 @@ def check_vocab_size(vocab_size: int) -> None:
 def _train_bpe(corpus: Iterable[str], *, vocab_size: int) -> Tokenizer:
     check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
+    tokenizer.encode_special_tokens = True
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

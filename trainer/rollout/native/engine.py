@@ -21,6 +21,7 @@ from patches.reloadable_groups import destroyed as process_groups_destroyed
 from trainer.config.schema import ModelConfig, RolloutConfig
 from trainer.memory.regions import MemoryObserver
 from trainer.memory.saver import RegionBytes, Saver
+from trainer.models.generation import end_token_ids
 from trainer.roles.role import FORWARD, Role
 from trainer.rollout.base import Responses, check_prompts
 from trainer.rollout.native import attention
@@ -34,6 +35,7 @@ from trainer.rollout.native.sampling import Sampling
 from trainer.rollout.native.scheduler import Running, Scheduler
 from trainer.rollout.native.slots import ALIVE, COLUMN, Slots
 from trainer.rollout.stops import StopStrings
+from trainer.tasks.tokenizer import vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -61,7 +63,7 @@ class NativeEngine:
     ) -> None:
         self._actor, self._rollout, self._tokenizer, self._cache = actor, rollout, tokenizer, cache
         self._saver, self._observe = saver, observer
-        self._stop_ids: list[int] = [tokenizer.eos_token_id]  # type: ignore[list-item]
+        self._ends, vocab_size = end_token_ids(model, tokenizer), vocabulary_size(tokenizer)
         self._stop_strings = StopStrings(rollout.stop, tokenizer)
         device, config = torch.device(torch.cuda.current_device()), actor.chunks[0].module.config
         pieces = compiled() if rollout.compile else PLAIN
@@ -70,7 +72,7 @@ class NativeEngine:
             model,
             attention=attention.choose(device=device, dtype=config.params_dtype),
             pieces=pieces,
-            vocab_size=len(tokenizer),
+            vocab_size=vocab_size,
         )
         self._lockstep = Lockstep.of(model)
         is_alone = config.tensor_model_parallel_size == config.pipeline_model_parallel_size == 1
@@ -79,8 +81,7 @@ class NativeEngine:
         self._steps = _STEPS if device.type == "cuda" else 1
         self._most_rows = cache.rows
         kv_shape = (model.kv_heads // config.tensor_model_parallel_size, model.head_dim)
-        is_stop = torch.zeros(len(tokenizer), dtype=torch.bool, device=device)
-        is_stop[self._stop_ids] = True
+        is_stop = torch.isin(torch.arange(vocab_size), torch.tensor(self._ends)).to(device)
         with saver.region(KV, backup=False):
             self._slots = Slots(cache, decoder, pieces=pieces, kv_shape=kv_shape, is_stop=is_stop)
         self._is_ready = False
@@ -179,7 +180,7 @@ class NativeEngine:
         results.check_finite(prompts)
         limit = rollout.max_prompt_tokens + rollout.max_new_tokens
         pad: int = self._tokenizer.pad_token_id  # type: ignore[assignment]
-        return results.responses(prompts, pad=pad, limit=limit, tokenizer=self._tokenizer)
+        return results.responses(prompts, pad=pad, ends=self._ends, limit=limit, tokenizer=self._tokenizer)
 
     def _advance(self, scheduler: Scheduler, results: Results, *, seed: int, sampling: Sampling) -> bool:
         """Let rows enter, decode a few steps, let rows leave -> whether any rank is not done."""
@@ -263,7 +264,7 @@ class NativeEngine:
         tokens = self._slots.tokens[where, :-1]
         lengths = torch.tensor([row.drawn for row in rows])
         last = tokens.gather(1, (lengths - 1).to(tokens.device)[:, None]).squeeze(1).cpu()
-        stopped = torch.isin(last, torch.tensor(self._stop_ids)) | torch.tensor([row.is_stopped for row in rows])
+        stopped = torch.isin(last, torch.tensor(self._ends)) | torch.tensor([row.is_stopped for row in rows])
         results.put(
             torch.tensor([row.request.index for row in rows]),
             tokens=tokens,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.rollout.base import Responses
+from trainer.rollout.base import Responses, decoded
 
 _LENGTH_MULTIPLE = 8
 
@@ -42,8 +42,10 @@ class Results:
                 "weights hold NaN or inf, or its activations overflow"
             )
 
-    def responses(self, prompts: Sequence[Sequence[int]], *, pad: int, limit: int, tokenizer: Any) -> Responses:
-        """Rows of prompt, response, padding; ``limit``: the most columns."""
+    def responses(
+        self, prompts: Sequence[Sequence[int]], *, pad: int, ends: Collection[int], limit: int, tokenizer: Any
+    ) -> Responses:
+        """Rows of prompt, response, padding; ``limit``: the most columns; ``ends``: tokens that end a response."""
         device = self.tokens.device
         prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
         longest = max((prompt_lengths + self._lengths).tolist(), default=0)
@@ -62,9 +64,10 @@ class Results:
             tokens=drawn.where(is_response, tokens.to(device)),
             response_mask=is_response,
             truncated=(~self._stopped).to(device),
-            texts=tokenizer.batch_decode(
+            texts=decoded(
                 [row[:length] for row, length in zip(host_tokens, self._lengths.tolist(), strict=True)],
-                skip_special_tokens=True,
+                ends=ends,
+                tokenizer=tokenizer,
             ),
             log_probs=log_probs[..., 0].contiguous(),
             drawn_log_probs=log_probs[..., 1].contiguous(),
