@@ -7,7 +7,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.composing import composed, config_of
+from trainer.common.units import leaves
 from trainer.config import compose as configuration
+from trainer.config.identity import to_plain
 from trainer.config.rules import limits
 from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, Config
 from trainer.plan import make_plan
@@ -290,6 +292,24 @@ def test_every_number_has_a_range_or_a_reason(base):
     walk(config, "")
     own_rule = {"seed", "algo.shuffle_seed", "tokenizer.vocab_size"}  # any seed; check_tokenizer
     assert numbers - set(limits.RANGES) == own_rule
+
+
+def test_every_fractional_number_is_finite(base):
+    """Those that are null by default too, and those of a task, an estimator and a list."""
+    config = to_plain(configuration.to_config(base))
+    names = [name for name, value in leaves(config) if isinstance(value, float)]
+    names += ["algo.kl.target", "algo.dual_clip", "launch.gpu_memory_gib", "platform.peak_tflops"]
+    assert {"algo.value_clip", "task.heldout_fraction", "advantages.lam", "model.norm_eps"} < set(names)
+    for name in names:
+        key = name.replace(".", "__")
+        for value in ("nan", "inf", "-inf"):
+            with pytest.raises(ValueError, match=rf"^{name}={value}: must be a finite number"):
+                with_values(base, **{key: float(value)})
+
+
+def test_a_number_deep_in_a_tasks_arguments_is_finite():
+    chosen = ("task=reasoning_gym", "task.dataset=chain_sum", "+task.arguments={a: {b: [1, inf]}}")
+    assert error_of(*chosen) == "task.arguments.a.b.1=inf: must be a finite number"
 
 
 @pytest.mark.parametrize("value", ["nan", "-1e-9"])

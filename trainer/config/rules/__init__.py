@@ -11,6 +11,7 @@ from trainer.config.rules import algo, batch, limits, memory, model, parallel, r
 from trainer.config.schema import Config
 
 RULES = (
+    limits.check_finite,
     limits.check_choices,
     limits.check_ranges,
     algo.check_estimator,

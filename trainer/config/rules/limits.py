@@ -6,6 +6,8 @@ are in :mod:`trainer.config.rules`.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,12 +81,12 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "algo.clip_high": (0, None),
     "algo.value_clip": (0, None),
     "algo.log_ratio_clamp": (0, None),
-    "algo.entropy_coef": (0, None),
+    "algo.entropy_coef": (0, 1e6),  # with more, float32 gradients overflow
     "algo.loss_length": (1, None),
     "algo.critic_warmup_steps": (0, None),
     "algo.heldout_prompts": (1, None),
     "algo.evaluate_every": (1, None),
-    "algo.kl.coef": (0, None),
+    "algo.kl.coef": (0, 1e6),
     "algo.kl.clamp": (0, None),
     "algo.kl.horizon": (1, None),
     "checkpoint.every_steps": (1, None),
@@ -99,6 +101,22 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "launch.host_memory_gib": (0, None),
     "launch.gpu_memory_gib": (0, None),
 }
+
+
+def check_finite(config: Config) -> None:
+    """YAML and the command line have ``inf`` and ``nan``, and no comparison with a limit refuses both."""
+    for name, value in _numbers(dataclasses.asdict(config)):
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value}: must be a finite number")
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """(dotted name, value) of every fractional number."""
+    if isinstance(value, float):
+        yield name, value
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield from _numbers(part, f"{name}.{key}" if name else str(key))
 
 
 def check_choices(config: Config) -> None:
