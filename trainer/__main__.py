@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from trainer.command.hashes import restart_with_fixed_hashes
+
+if __name__ == "__main__":
+    restart_with_fixed_hashes()
+
 import sys
 from pathlib import Path
 

@@ -12,7 +12,13 @@ import torch_memory_saver
 from trainer.command import launch_environment
 from trainer.command.launch_environment import worker_environment
 
-ALWAYS = {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "3", "MPLBACKEND": "agg"}
+ALWAYS = {
+    "OMP_NUM_THREADS": "3",
+    "MKL_NUM_THREADS": "3",
+    "OPENBLAS_NUM_THREADS": "3",
+    "MPLBACKEND": "agg",
+    "PYTHONHASHSEED": "0",
+}
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from trainer.command import hashes
+
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -36,6 +38,7 @@ def worker_environment(*, platform: str, sleeps: bool, threads_per_worker: int) 
         _refuse_expandable_segments()
     environment = {name: str(threads_per_worker) for name in _THREAD_VARIABLES}
     environment["MPLBACKEND"] = "agg"  # figures go to files, and an unknown backend of the user's would prevent them
+    environment[hashes.VARIABLE] = hashes.HASH_SEED
     if platform == "cpu":
         # Threads that wait must not spin: on a busy machine that is most of the time.
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}

@@ -5,6 +5,11 @@ A sweep (``-m memory=full,lean``) prints one table with a row per job.
 
 from __future__ import annotations
 
+from trainer.command.hashes import restart_with_fixed_hashes
+
+if __name__ == "__main__":
+    restart_with_fixed_hashes()
+
 import atexit
 import functools
 import os
