@@ -23,6 +23,7 @@ from trainer.plan.holdings import arena_bytes
 from trainer.rollout.engines import make_engine, planned_bytes
 
 if TYPE_CHECKING:
+    from trainer.data.selection import Selection
     from trainer.loop import Run as LoopRun
     from trainer.measure.phases import Phases
 
@@ -34,6 +35,7 @@ class Job:
     config: Config
     directory: Path
     resume_from: Path | None  # a checkpoint
+    selection: Selection | None = None  # of examples; None: nothing was measured and nothing is left out
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def run(job: Job) -> dict[str, Any]:
         phases = Phases(write, gpu=job.config.platform.name == "cuda")
         phases.ledger("baseline", step=done or 0)
         with phases.phase("build", step=done or 0):
-            parts = build(job.config, phases)
+            parts = build(job.config, phases, selection=job.selection)
         note = outputs.progress.note if outputs.progress else _discard
         note(
             f"kernels: {_of_roles(job.config, 'kernels')}; core attention: {_of_roles(job.config, 'attention_backend')}"
@@ -88,6 +90,7 @@ def run(job: Job) -> dict[str, Any]:
             "platform": platform.describe(job.config),
             "kernels": _of_roles(job.config, "kernels"),
             "attention": _of_roles(job.config, "attention_backend"),
+            "questions": _questions(job),
             "patches": ", ".join(line.partition(":")[0] for line in patch_lines),
         }
         engine = planned_bytes(job.config, vocab_size=parts.vocab_size)
@@ -145,12 +148,23 @@ def _of_roles(config: Config, setting: str) -> str:
     return same.pop() if len(same) == 1 else ", ".join(f"{name}: {word}" for name, word in words.items())
 
 
+def _questions(job: Job) -> str:
+    if job.selection is None:
+        return "not measured"
+    hash_seed = os.environ.get("PYTHONHASHSEED", "random")
+    return f"{job.selection.summary} (SHA-256 {job.selection.digest[:16]}, PYTHONHASHSEED={hash_seed})"
+
+
 def _discard(_: Any) -> None:
     pass
 
 
-def build(config: Config, phases: Phases) -> LoopRun:
-    """Task, tokenizer, roles and engine of one run, all asleep; the process groups must exist."""
+def build(config: Config, phases: Phases, *, selection: Selection | None = None) -> LoopRun:
+    """Task, tokenizer, roles and engine of one run, all asleep; the process groups must exist.
+
+    Raises:
+        ValueError: ranks hold different examples, or others than those of ``selection``.
+    """
     from trainer.common.seeds import seed_for
     from trainer.data.prompts import Prompts
     from trainer.loop import Run
@@ -160,15 +174,17 @@ def build(config: Config, phases: Phases) -> LoopRun:
     from trainer.models.hf_bridge import from_hf
     from trainer.models.hf_files import SafetensorsFolder
     from trainer.roles.role import Role
-    from trainer.tasks.tokenizer import load_tokenizer
+    from trainer.tasks.tokenizer import load_tokenizer, vocabulary_size
 
     task = make_task(config)
     tokenizer = load_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
+    vocab_size = vocabulary_size(tokenizer)
     saver = make_saver(config)
     plan = make_plan(config)
     arenas = HostArenas.of(config)
-    arenas.reserve(arena_bytes(config, vocab_size=len(tokenizer), stage=pipeline_rank()))
-    prompts = Prompts(config, task=task, tokenizer=tokenizer)
+    arenas.reserve(arena_bytes(config, vocab_size=vocab_size, stage=pipeline_rank()))
+    prompts = Prompts(config, task=task, tokenizer=tokenizer, selection=selection)
+    prompts.require_same_everywhere()
     paths = starting_points(config)
     roles = {}
     for name in config.roles:
@@ -177,7 +193,7 @@ def build(config: Config, phases: Phases) -> LoopRun:
             config,
             plan=plan,
             saver=saver,
-            vocab_size=config.roles[name].model.embedding_rows(len(tokenizer)),
+            vocab_size=config.roles[name].model.embedding_rows(vocab_size),
             seed=seed_for(config.seed, f"init/{name}"),
             observer=phases.observe,
             arenas=arenas,
@@ -195,5 +211,5 @@ def build(config: Config, phases: Phases) -> LoopRun:
         critic=roles.get("critic"),
         engine=engine,
         phases=phases,
-        vocab_size=len(tokenizer),
+        vocab_size=vocab_size,
     )

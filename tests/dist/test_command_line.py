@@ -36,10 +36,10 @@ class Done:
         return {path.parent.name: path.parent for path in sorted(self.directory.rglob(".hydra"))}
 
 
-def start(directory: Path, *arguments: str) -> subprocess.Popen:
+def start(directory: Path, *arguments: str, **variables: str) -> subprocess.Popen:
     directory.mkdir(exist_ok=True)
     # A CUDA-capable machine runs these on the CPU too; the width keeps tables from folding their cells.
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "160"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "160"} | variables
     command = [sys.executable, "-m", "trainer", *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=directory, env=environment, stdout=pipe, stderr=pipe, text=True)
@@ -180,11 +180,17 @@ def test_a_sweep_again_skips_what_has_finished_and_overwrites_nothing(pair):
 
 
 def test_a_worker_exception_is_shown_once(tmp_path):
-    """Prompts are encoded by the workers only."""
-    done = torpor(tmp_path, *SHORT, "rollout.max_prompt_tokens=1")
+    (tmp_path / "my_rewards.py").write_text(
+        "import os\n"
+        "def only_in_the_parent(response, example):\n"
+        "    if 'RANK' in os.environ:\n"
+        "        raise LookupError('no such bear')\n"
+        "    return 1\n"
+    )
+    done = torpor(tmp_path, *SHORT, "reward=my_rewards.only_in_the_parent")
     assert done.code == 1
-    assert (done.stdout + done.stderr).count("rollout.max_prompt_tokens=1") == 1
-    assert "error: rank 0 of 1 failed (exit code 1): ValueError: " in done.stderr
+    assert (done.stdout + done.stderr).count("no such bear") == 1
+    assert "error: rank 0 of 1 failed (exit code 1): LookupError: no such bear" in done.stderr
     assert "Traceback" not in done.stderr
     (job,) = done.jobs().values()
     assert not (job / "result.json").exists()
@@ -201,6 +207,32 @@ def test_a_task_that_cannot_be_read_is_refused_before_workers_start(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "task",
+    [
+        ("task._target_=tests.dist.odd_tasks.ThroughASet",),
+        ("task=reasoning_gym", "task.dataset=isomorphic_strings", "task.heldout_size=8", "data.too_long=truncate"),
+    ],
+)
+def test_pythons_hash_seed_changes_no_question(tmp_path, task):
+    """Both tasks go through sets of texts."""
+    commands = [start(tmp_path / seed, *SHORT, *task, "hydra.run.dir=run", PYTHONHASHSEED=seed) for seed in ("1", "2")]
+    for command in commands:
+        _, stderr = command.communicate(timeout=300)
+        assert command.returncode == 0, stderr
+    runs = [tmp_path / seed / "run" for seed in ("1", "2")]
+    assert lasting_metrics(runs[0]) == lasting_metrics(runs[1])
+    said = [re.findall(r"questions: .* PYTHONHASHSEED=0\)", (run / "report.md").read_text()) for run in runs]
+    assert len(said[0]) == 1
+    assert said[0] == said[1]
+
+
+def test_questions_that_were_not_measured_are_not_asked(tmp_path):
+    done = torpor(tmp_path, *SHORT, "task._target_=tests.dist.odd_tasks.RankDependent")
+    assert done.code == 1
+    assert "ValueError: rank 0 holds other questions than the launching process has measured: " in done.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "lines"),
     [
         (["launch.nproc=0"], ["error: launch.nproc=0: must be at least 1"]),
@@ -210,6 +242,8 @@ def test_a_task_that_cannot_be_read_is_refused_before_workers_start(tmp_path):
             ["error: launch.nproc=1 with platform=cuda needs a GPU for each worker, and 0 are visible: use"],
         ),
         (["resume=nowhere"], ["error: resume=nowhere: no checkpoint there. Give a run directory with"]),
+        (["rollout.max_prompt_tokens=1"], ["error: training question 0: the prompt has "]),
+        (["reward=math.dist"], ["error: reward=math.dist or the task cannot judge the response "]),
         (["+algo.epoch=2"], ["error: algo.epoch: Key 'epoch' not in 'AlgoConfig'", "hint: did you mean algo.epochs"]),
     ],
 )

@@ -15,13 +15,20 @@ from trainer.command.launch import WorkerError, launch
 from trainer.command.launch_environment import worker_environment
 from trainer.command.nodes import Nodes
 from trainer.config.schema import Config
+from trainer.data.selection import Selection
 from trainer.worker import Job, run
 
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 
 
 def launch_attempts(
-    config: Config, directory: Path, *, checkpoint: Path | None, nodes: Nodes, say: Callable[[str], None]
+    config: Config,
+    directory: Path,
+    *,
+    checkpoint: Path | None,
+    selection: Selection,
+    nodes: Nodes,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """The last record of the job that goes on from ``checkpoint``, after at most ``launch.max_restarts`` restarts.
 
@@ -46,7 +53,7 @@ def launch_attempts(
                 where = "the beginning" if checkpoint is None else f"step {checkpoints.read(checkpoint).step + 1}"
             say(f"restart {restart} of {config.launch.max_restarts}: goes on from {where}")
         try:
-            job = Job(config, directory, resume_from=checkpoint)
+            job = Job(config, directory, resume_from=checkpoint, selection=selection)
             record = _launch(job, nodes=nodes.at_restart(restart), stop_file=stop_file)
         except WorkerError as error:
             if restart == config.launch.max_restarts or (stop_file is not None and stop_file.exists()):

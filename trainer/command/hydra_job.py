@@ -33,11 +33,15 @@ from trainer.config.hints import hint_for
 from trainer.config.identity import config_hash
 from trainer.config.pieces import make_task
 from trainer.config.schema import Config
+from trainer.data.encoding import Encoder
+from trainer.data.rewards import check_rewards
+from trainer.data.selection import select
 from trainer.plan.fit import check_fits
 from trainer.plan.footprint import footprint, plan_rows
 from trainer.report import MEMORY_FILE, METRICS_FILE, REPORT_FILE, final_tables, plan_table, read_records
 from trainer.rollout.engines import planned_bytes
-from trainer.tasks.tokenizer import vocab_size_of
+from trainer.tasks import Task
+from trainer.tasks.tokenizer import light_tokenizer, vocabulary_size
 
 
 class JobError(RuntimeError):
@@ -82,28 +86,43 @@ def run_job(config: Config, directory: Path, console: Console) -> Mapping[str, f
     """Launch one validated job, or find its result, and return all that can be an objective."""
     nodes = find_nodes(config.launch, os.environ)
     _check_devices(config)
-    vocab_size = vocab_size_of(config.tokenizer.path, task=make_task(config), vocab_size=config.largest_vocab_size)
+    task = make_task(config)
+    tokenizer = light_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
+    vocab_size = vocabulary_size(tokenizer)
     engine = planned_bytes(config, vocab_size=vocab_size)
     check_fits(config, vocab_size=vocab_size, engine=engine)
     plan = plan_rows(footprint(config, vocab_size=vocab_size, engine=engine))
+    encoder = Encoder(config.tokenizer, tokenizer)
     with jobs.held(directory) if nodes.rank == 0 else nullcontext():
-        return _run_held(config, directory, console, nodes=nodes, plan=plan)
+        return _run_held(config, directory, console, nodes=nodes, plan=plan, task=task, encoder=encoder)
 
 
 def _run_held(
-    config: Config, directory: Path, console: Console, *, nodes: Nodes, plan: Sequence[Mapping[str, Any]]
+    config: Config,
+    directory: Path,
+    console: Console,
+    *,
+    nodes: Nodes,
+    plan: Sequence[Mapping[str, Any]],
+    task: Task,
+    encoder: Encoder,
 ) -> Mapping[str, float]:
     # Only node 0 judges what the folder holds: by then it may have written its own config there.
     earlier = jobs.finished(directory, config) if nodes.rank == 0 else jobs.read_result(directory)
     if earlier is not None:
         console.print(f"finished already: {directory}", soft_wrap=True)
         return earlier
+    check_rewards(config, task)
+    selection = select(config, task, encoder=encoder, console=console)
     checkpoint = None  # of which other nodes learn from node 0
     if nodes.rank == 0:
         checkpoint = checkpoints.starting_point(config, directory)
         jobs.claim(directory, config, checkpoint)
     _announce(config, nodes, console, plan=plan, checkpoint=checkpoint)
-    record = launch_attempts(config, directory, checkpoint=checkpoint, nodes=nodes, say=console.print)
+    console.print(selection.summary)
+    record = launch_attempts(
+        config, directory, checkpoint=checkpoint, selection=selection, nodes=nodes, say=console.print
+    )
     if nodes.rank > 0:
         return objectives.of_record(record)
     metrics, memory = read_records(directory / METRICS_FILE), read_records(directory / MEMORY_FILE)

@@ -192,6 +192,14 @@ class TokenizerConfig(Section):
 
 
 @dataclass
+class DataConfig(Section):
+    """``too_long``: what becomes of a prompt or a warm-up's answer that is too long, ``error``, ``drop`` or
+    ``truncate``; see :mod:`trainer.data.selection`."""
+
+    too_long: str
+
+
+@dataclass
 class RolloutConfig(Section):
     """How responses are drawn. ``top_k``: 0 for all tokens. ``stop``: strings that end a response, besides the
     tokenizer's end of sequence. ``kv_cache_gib``: of each rank, null for what a step needs. ``compile``: through
@@ -323,6 +331,7 @@ class Config(Section):
     parallel: ParallelConfig
     tokenizer: TokenizerConfig
     task: Dict[str, Any]  # noqa: UP006
+    data: DataConfig
     reward: Optional[str]  # noqa: UP045
     rollout: RolloutConfig
     advantages: Dict[str, Any]  # noqa: UP006

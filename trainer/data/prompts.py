@@ -6,29 +6,49 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from trainer.common.seeds import seed_for
 from trainer.config.schema import Config
 from trainer.data.batch import Sequences
+from trainer.data.encoding import Encoder
+from trainer.data.rewards import pay, verdict
+from trainer.data.selection import Selection, digest_of, drawn_positions, stand_in
 from trainer.megatron.groups import data_parallel_rank, data_parallel_size, max_over_ranks
 from trainer.tasks.base import Example, Task
-from trainer.tasks.verifiers import reward_of
 
 _LENGTH_MULTIPLE = 8
 
 
 class Prompts:
     """Draws examples of ``task``. Global draws depend on (seed, purpose, step) alone; each data-parallel rank takes
-    its contiguous share, so the questions of a step do not depend on the number of ranks."""
+    its contiguous share, so the questions of a step do not depend on the number of ranks.
 
-    def __init__(self, config: Config, *, task: Task, tokenizer: Any) -> None:
-        """Raises ValueError if a chat template is asked for and the tokenizer has none."""
+    Args:
+        selection: the parent's; without one nothing is left out.
+    """
+
+    def __init__(self, config: Config, *, task: Task, tokenizer: Any, selection: Selection | None = None) -> None:
+        """Raises ValueError if the tokenizer has no chat template of use and one is asked for."""
         self._config, self._task, self.tokenizer = config, task, tokenizer
-        if config.tokenizer.chat_template and not tokenizer.chat_template:
+        self._encoder = Encoder(config.tokenizer, tokenizer)
+        self._measured_digest = selection.digest if selection else None
+        self._dropped = selection.dropped if selection else frozenset()
+        self._dropped_heldout = selection.dropped_heldout if selection else frozenset()
+
+    def require_same_everywhere(self) -> None:
+        """Raise ValueError on every rank unless all of them hold the examples that the parent has measured. Collective
+        over the default group."""
+        digests: list[str] = [""] * distributed.get_world_size()
+        distributed.all_gather_object(digests, digest_of(self._task))
+        wanted = self._measured_digest or digests[0]
+        others = [str(rank) for rank, digest in enumerate(digests) if digest != wanted]
+        if others:
+            than = "the launching process has measured" if self._measured_digest else "rank 0 holds"
             raise ValueError(
-                f"tokenizer.chat_template=true, but the tokenizer in tokenizer.path={config.tokenizer.path} has none: "
-                "use tokenizer.chat_template=false, or the tokenizer of a chat model"
+                f"rank {', '.join(others)} holds other questions than {than}: equal settings of a task must give equal "
+                "questions. Do nodes read different files? Does the task go through a set, whose order Python's hash "
+                "seed decides? (Sort it.)"
             )
 
     def for_step(self, step: int) -> list[Example]:
@@ -39,41 +59,41 @@ class Prompts:
 
     def heldout(self, count: int) -> list[Example]:
         """This rank's share of the first ``count`` held-out examples (or of all, if there are fewer)."""
-        examples = self._task.heldout
+        examples = [example for i, example in enumerate(self._task.heldout) if i not in self._dropped_heldout]
         total = min(count, len(examples))
         return [examples[i] for i in range(data_parallel_rank(), total, data_parallel_size())]
 
     def encode(self, examples: Sequence[Example]) -> list[list[int]]:
-        """Token ids of the questions, begun as the tokenizer begins a text, or as a user's turn in its template."""
-        if not self._config.tokenizer.chat_template:
-            return [self.tokenizer.encode(example.question) for example in examples]
-        turns = [
-            self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": example.question}], add_generation_prompt=True, tokenize=False
-            )
-            for example in examples
+        """Token ids of the questions; see :class:`trainer.data.encoding.Encoder`."""
+        prompts = self._encoder.questions(example.question for example in examples)
+        if self._config.data.too_long != "truncate":
+            return prompts
+        most = self._config.rollout.max_prompt_tokens
+        return [
+            prompt if len(prompt) <= most else self._encoder.shortened(example.question, most=most)
+            for prompt, example in zip(prompts, examples, strict=True)
         ]
-        return [self.tokenizer.encode(turn, add_special_tokens=False) for turn in turns]
+
+    def _answers(self, examples: Sequence[Example]) -> list[list[int]]:
+        """What the warm-up teaches: answer and end, or as much of them as a response may have."""
+        answers = self._encoder.answers(example.answer for example in examples)
+        if self._config.data.too_long != "truncate":
+            return answers
+        return [answer[: self._config.rollout.max_new_tokens] for answer in answers]
 
     def scores(self, responses: Sequence[str], examples: Sequence[Example]) -> list[float]:
-        """What each response is paid: by the function that ``reward`` names, or else the task's verdict."""
-        name = self._config.reward
-        if name is None:
-            return self.verdicts(responses, examples)
-        return [reward_of(name, text, example) for text, example in zip(responses, examples, strict=True)]
+        """What each response is paid in training."""
+        pairs = zip(responses, examples, strict=True)
+        return [pay(self._config, self._task, text, example) for text, example in pairs]
 
     def verdicts(self, responses: Sequence[str], examples: Sequence[Example]) -> list[float]:
-        """The task's verdict on each response, in [0, 1]."""
-        return [self._task.score(text, example) for text, example in zip(responses, examples, strict=True)]
+        """The task's verdict on each response."""
+        return [verdict(self._task, text, example) for text, example in zip(responses, examples, strict=True)]
 
     def supervised_batch(self, step: int) -> Sequences:
         """Question and answer of warm-up step ``step``; the response is the answer and EOS."""
         examples = self._draw("warm_up", step, self._config.algo.warmup_batch_size)
-        questions = self.encode(examples)
-        answers = [
-            [*self.tokenizer.encode(example.answer, add_special_tokens=False), self.tokenizer.eos_token_id]
-            for example in examples
-        ]
+        questions, answers = self.encode(examples), self._answers(examples)
         longest = max_over_ranks(max(len(q) + len(a) for q, a in zip(questions, answers, strict=True)))
         length = -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
         tokens = torch.full((len(examples), length), self.tokenizer.pad_token_id)
@@ -99,8 +119,10 @@ class Prompts:
 
     def _draw(self, purpose: str, step: int, count: int) -> list[Example]:
         examples = self._task.train
-        generator = torch.Generator().manual_seed(seed_for(self._config.seed, purpose, step=step))
-        indices = torch.randint(len(examples), (count,), generator=generator)
+        positions = drawn_positions(self._config, purpose, step, count=count, population=len(examples))
         share = count // data_parallel_size()
         start = data_parallel_rank() * share
-        return [examples[i] for i in indices[start : start + share].tolist()]
+        return [
+            examples[stand_in(position, dropped=self._dropped, population=len(examples))]
+            for position in positions[start : start + share]
+        ]

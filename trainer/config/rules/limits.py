@@ -20,6 +20,7 @@ CHOICES = {
     "model.attention_backend": ("sdpa", "te"),
     "optimizer.lr_schedule": ("constant", "linear", "cosine", "wsd"),
     "optimizer.lr_wsd_decay_style": ("exponential", "linear", "cosine", "minus_sqrt"),
+    "data.too_long": ("error", "drop", "truncate"),
     "rollout.engine": ("native", "hf"),
     "algo.loss_aggregation": ("token_mean", "sequence_mean", "fixed_length"),
     "algo.kl.placement": ("reward", "loss"),

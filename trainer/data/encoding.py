@@ -1,0 +1,121 @@
+"""How questions and answers become token ids; the same in the parent, which measures them, and in the workers.
+
+A question begins as the tokenizer begins a text, but does not end as one: what a post-processor appends (``</s>``, say)
+is left out, since a response is to follow. In a chat template it is a user's turn, then the template's generation
+prompt; a template that asks for the date gets ``TEMPLATE_DATE``, so that prompts are the same on every day.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from datetime import date
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
+
+from trainer.config.schema import TokenizerConfig
+from trainer.tasks.tokenizer import EOS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+TEMPLATE_DATE = date(2024, 7, 26)  # what the templates of Llama 3 write where there is no clock
+_DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_CLOCK = re.compile(r"strftime_now(?!\s+is\s+(?:not\s+)?defined)")
+_RENDERINGS = 32  # of one question, in which a template that draws at random shows itself
+
+
+class Encoder:
+    """Token ids of questions and answers.
+
+    Args:
+        tokenizer: of :func:`trainer.tasks.tokenizer.load_tokenizer`, or a bare one that was trained on the task.
+
+    Raises:
+        ValueError: a chat template is asked for, and the tokenizer has none, or one whose prompts differ from time to
+            time or end as a finished text does.
+    """
+
+    def __init__(self, config: TokenizerConfig, tokenizer: PreTrainedTokenizerFast | Tokenizer) -> None:
+        self._path, self._template, self._chat = config.path, None, None
+        if isinstance(tokenizer, Tokenizer):
+            self._backend, eos = tokenizer, tokenizer.token_to_id(EOS)
+        else:
+            self._backend, eos = tokenizer.backend_tokenizer, tokenizer.eos_token_id
+            self._backend.encode_special_tokens = tokenizer.split_special_tokens
+        assert isinstance(eos, int), eos
+        self._eos = eos
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        of_the_tokenizer = self._backend.encode("a").special_tokens_mask[::-1]
+        self._appended = of_the_tokenizer.index(0) if 0 in of_the_tokenizer else 0
+        if config.chat_template:
+            assert not isinstance(tokenizer, Tokenizer)
+            self._chat, self._template = tokenizer, self._dated_template(tokenizer)
+            self._check_template()
+
+    def questions(self, texts: Iterable[str]) -> list[list[int]]:
+        """Each question as a prompt."""
+        if self._chat is not None:
+            turns = [self._turn(text) for text in texts]
+            return [encoding.ids for encoding in self._backend.encode_batch_fast(turns, add_special_tokens=False)]
+        encodings = self._backend.encode_batch_fast(list(texts))
+        return [encoding.ids[: len(encoding.ids) - self._appended] for encoding in encodings]
+
+    def answers(self, texts: Iterable[str]) -> list[list[int]]:
+        """Each answer and the end-of-sequence token."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [[*encoding.ids, self._eos] for encoding in encodings]
+
+    def shortened(self, text: str, *, most: int) -> list[int]:
+        """A question as a prompt of at most ``most`` tokens, without as much of its beginning as that takes.
+
+        Raises:
+            ValueError: what surrounds a question has more tokens than that by itself.
+        """
+        (ids,) = self.questions([text])
+        while len(ids) > most and text:
+            ends = [end for _, end in self._backend.encode(text, add_special_tokens=False).offsets]
+            text = text[max(1, *ends[: len(ids) - most]) :]
+            (ids,) = self.questions([text])
+        if len(ids) > most:
+            raise ValueError(
+                f"rollout.max_prompt_tokens={most}, and what surrounds every question has {len(ids)} tokens: use "
+                f"rollout.max_prompt_tokens={2 * len(ids)} or more"
+            )
+        return ids
+
+    def _turn(self, text: str) -> str:
+        assert self._chat is not None
+        messages = [{"role": "user", "content": text}]
+        turn = self._chat.apply_chat_template(
+            messages, chat_template=self._template, add_generation_prompt=True, tokenize=False
+        )
+        assert isinstance(turn, str)
+        return turn
+
+    def _dated_template(self, tokenizer: PreTrainedTokenizerFast) -> str:
+        where = f"the tokenizer in tokenizer.path={self._path}"
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"tokenizer.chat_template=true, but {where} has none: use tokenizer.chat_template=false, or the "
+                "tokenizer of a chat model"
+            )
+        dated = _DATE.sub(lambda call: repr(TEMPLATE_DATE.strftime(call[2])), tokenizer.get_chat_template())
+        if _CLOCK.search(dated):
+            raise ValueError(
+                f"the chat template of {where} uses strftime_now other than to write a date in a fixed format, so its "
+                "prompts would differ from day to day: write the date into the template"
+            )
+        return dated
+
+    def _check_template(self) -> None:
+        where = f"the chat template in tokenizer.path={self._path}"
+        if len({self._turn("2 + 2") for _ in range(_RENDERINGS)}) > 1:
+            raise ValueError(f"{where} gives another prompt each time: take what it draws at random out of it")
+        if self.questions(["2 + 2"])[0][-1] == self._eos:
+            raise ValueError(
+                f"{where} ends a prompt as a finished text (with token {self._eos}), after which nothing follows: it "
+                "needs a generation prompt ({% if add_generation_prompt %}...)"
+            )
