@@ -94,14 +94,14 @@ class DiskStore:
     def _write(self, buffer: torch.Tensor, copied: torch.cuda.Event, size: int, offset: int) -> None:
         try:
             copied.synchronize()
-            _whole(os.pwrite, self._file, memoryview(buffer.numpy())[:size], offset)
+            _whole(os.pwrite, self._file, buffer.numpy().data[:size], offset)
         finally:
             self._buffers.put(buffer)
 
     def _read(self, buffer: torch.Tensor, part: torch.Tensor, offset: int, stream: torch.cuda.Stream) -> None:
         try:
             size = round_up_to_sector(part.numel())
-            _whole(_preadv, self._file, memoryview(buffer.numpy())[:size], offset)
+            _whole(_preadv, self._file, buffer.numpy().data[:size], offset)
             with torch.cuda.stream(stream):
                 _start_copy(part, buffer[: part.numel()]).synchronize()
         finally:

@@ -42,10 +42,10 @@ class ZlibCoder:
     """On the CPU."""
 
     def encode(self, plane: torch.Tensor) -> torch.Tensor:
-        return torch.frombuffer(bytearray(zlib.compress(plane.numpy(), level=1)), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(zlib.compress(plane.numpy().data, level=1)), dtype=torch.uint8)
 
     def decode(self, code: torch.Tensor) -> torch.Tensor:
-        return torch.frombuffer(bytearray(zlib.decompress(code.numpy())), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(zlib.decompress(code.numpy().data)), dtype=torch.uint8)
 
 
 class AnsCoder:
