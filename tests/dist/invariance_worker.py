@@ -92,8 +92,8 @@ def _critic_flag_forced() -> Iterator[None]:
 @contextmanager
 def _late_copies() -> Iterator[None]:
     """Optimizer states are copied when somebody waits for it, and not before: as on a GPU at its slowest."""
-    from trainer.memory import regions
-    from trainer.memory.stores import ArenaStore
+    from trainer.memory import stores
+    from trainer.memory.arena_store import ArenaStore
 
     class LateStore(ArenaStore):
         def start_write(self, number: int, piece: Any) -> Any:
@@ -102,7 +102,7 @@ def _late_copies() -> Iterator[None]:
         def start_read(self, number: int, piece: Any) -> Any:
             return functools.cache(lambda: super(LateStore, self).start_read(number, piece)())
 
-    with mock.patch.object(regions, "ArenaStore", LateStore):
+    with mock.patch.object(stores, "ArenaStore", LateStore):
         yield
 
 

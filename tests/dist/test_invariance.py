@@ -24,6 +24,8 @@ CASES = {
     "lean_saver": ("memory=lean", "memory.actor.optim_keeper=saver", "memory.critic.optim_keeper=saver"),
     "rebuild_saver": ("memory=rebuild", "memory.actor.optim_keeper=saver", "memory.critic.optim_keeper=saver"),
     "many_pieces": ("memory=rebuild", "memory.piece_mib=0.03125"),
+    "packed": ("memory=packed", "memory.piece_mib=0.125"),
+    "disk": ("memory=disk", f"memory.disk.path={Path(__file__).parent}", "memory.piece_mib=0.125"),
 }
 
 

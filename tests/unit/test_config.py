@@ -31,6 +31,7 @@ NEEDS = {
     ("task", "jsonl"): ["task.path={jsonl}"],
     ("task", "reasoning_gym"): ["task.dataset=chain_sum"],
     ("model", "hf"): ["model.path={checkpoint}"],
+    ("memory", "disk"): [f"memory.disk.path={CONF}"],
     **{("advantages", name): [f"algo={name}"] for name in ("grpo", "rloo", "reinforce_pp")},
     ("experiment", "smollm2"): ["model.path={checkpoint}"],
 }

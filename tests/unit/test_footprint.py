@@ -1,6 +1,8 @@
 """The planner's arithmetic against numbers worked out by hand; tests/dist/test_footprint.py has the real buffers."""
 
 import dataclasses
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -183,8 +185,8 @@ def test_without_offload_everything_is_always_there():
     assert found.host_asleep_bytes("critic") == 0
 
 
-def check(config):
-    check_fits(config, vocab_size=VOCABULARY, engine=planned_bytes(config, vocab_size=VOCABULARY))
+def check(config, **options):
+    check_fits(config, vocab_size=VOCABULARY, engine=planned_bytes(config, vocab_size=VOCABULARY), **options)
 
 
 def limited(*overrides, **limits):
@@ -197,9 +199,9 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_policies_that_do():
     config = limited("memory=full", host_memory_gib=35.0)
     with pytest.raises(ValueError, match=r"4\d\.\d+ GiB of host memory.*host_memory_gib=35\. ") as error:
         check(config)
-    assert str(error.value).endswith("These policies fit: memory=rebuild, memory=lean")
+    assert str(error.value).endswith("These policies fit: memory=packed, memory=rebuild, memory=lean")
     check(limited("memory=lean", host_memory_gib=35.0))
-    with pytest.raises(ValueError, match=r"These policies fit: memory=rebuild$"):
+    with pytest.raises(ValueError, match=r"These policies fit: memory=packed, memory=rebuild$"):
         check(limited("memory=lean", host_memory_gib=30.0))
 
 
@@ -239,3 +241,37 @@ def test_gpu_memory_is_checked_on_a_gpu_only():
         check(config)
     assert fits(limited(), footprint_of(config, vocab_size=VOCABULARY))
     check(limited("platform=cpu", gpu_memory_gib=10.0))
+
+
+def test_a_keepers_bytes_are_counted_where_it_has_them():
+    for overrides, host, disk in (
+        (("memory=lean",), 14, 0),
+        (("memory=lean", "memory.optim_format=bf16"), 10, 0),
+        (("memory=packed",), 12, 0),  # at most
+        (("memory=disk",), 0, 12),
+        (("memory=disk", "memory.optim_format=bf16"), 0, 8),
+    ):
+        found = plan_of(*BENCH, *overrides, f"memory.disk.path={Path(__file__).parent}")
+        critic = found.parameter_counts["critic"]
+        on_disk = sum(holding.disk_bytes for holding in found.of_role("critic"))
+        buffers = 64 * 2**20 if disk else 0
+        assert (found.host_asleep_bytes("critic") - buffers) / critic == pytest.approx(host, abs=0.01), overrides
+        assert on_disk / critic == pytest.approx(disk, rel=1e-3), overrides
+        assert found.node_disk_bytes == pytest.approx(disk * sum(found.parameter_counts.values()), rel=1e-3)
+
+
+def test_a_full_disk_is_refused_before_anything_starts(monkeypatch):
+    config = limited("memory=disk", f"memory.disk.path={Path(__file__).parent}")
+    usage = shutil.disk_usage("/")._replace(free=20 * 2**30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(
+        ValueError, match=r"26\.\d+ GiB of the disk of memory\.disk\.path=.*, which has 20\.00 free.*memory="
+    ):
+        check(config)
+
+
+def test_what_the_machine_allows_counts_where_nothing_is_given():
+    with pytest.raises(ValueError, match=r"more than the 30\.00 that this machine or its control group allows\. These"):
+        check(limited("memory=lean"), host_bytes=30 * 2**30)
+    check(limited("memory=rebuild"), host_bytes=30 * 2**30)
+    check(limited("memory=lean", host_memory_gib=40.0), host_bytes=30 * 2**30)

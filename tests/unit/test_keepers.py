@@ -8,11 +8,12 @@ import torch
 
 from tests.roles import make_role, train
 from trainer.memory.arena import HostArena
-from trainer.memory.disk_store import BUFFER_BYTES, BUFFERS, DiskStore
+from trainer.memory.arena_store import ArenaStore
+from trainer.memory.disk_store import DiskStore
 from trainer.memory.keeper import StateKeeper
 from trainer.memory.packed_store import PackedStore, ZlibCoder
-from trainer.memory.rounding import RoundedMoments, round_stochastically
-from trainer.memory.stores import ArenaStore
+from trainer.memory.rounding import RoundedMoments, round_stochastically, stored_like
+from trainer.plan.keepers import DISK_BUFFER_BYTES, DISK_BUFFERS
 
 MIB = 2**20
 pytestmark = pytest.mark.usefixtures("world")
@@ -23,7 +24,7 @@ def arena_store(pieces, directory):
 
 
 def disk_store(pieces, directory):
-    return DiskStore(pieces, directory, pinned=False)
+    return DiskStore(pieces, directory, arena=HostArena(DiskStore.buffer_bytes, pinned=False))
 
 
 def packed_store(pieces, directory):
@@ -135,7 +136,7 @@ def test_host_copies_can_be_read_in_place_where_they_lie_as_they_are(folder):
 def test_a_disk_takes_a_few_buffers_of_host_memory_and_no_name(folder):
     pieces = state(9 * MIB, 3)
     store = disk_store(pieces, folder)
-    assert store.host_bytes == BUFFERS * BUFFER_BYTES
+    assert store.host_bytes == DISK_BUFFERS * DISK_BUFFER_BYTES
     assert store.disk_bytes == 36 * MIB + 4096
     assert os.fstat(store._file).st_size == store.disk_bytes
     assert os.fstat(store._file).st_nlink == 0
@@ -208,7 +209,7 @@ def test_rounding_goes_to_a_neighbour_and_is_right_on_average():
 @pytest.mark.parametrize("kind", ["arena", "disk"])
 def test_moments_sleep_in_bf16_and_main_params_as_they_are(kind, folder):
     pieces = tuple(state(4096, 4096, 64))
-    like = RoundedMoments.stored_like(pieces, main_pieces=1)
+    like = stored_like(pieces, main_pieces=1)
     store = RoundedMoments(STORES[kind](like, folder), main_pieces=1, seed_of=lambda number: number)
     keeper = StateKeeper(pieces, main_pieces=1, store=store)
     expected = [pieces[0].clone(), *(round_stochastically(piece, seed=n + 1) for n, piece in enumerate(pieces[1:]))]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -331,3 +332,42 @@ def test_learning_rates_are_numbers(value):
 )
 def test_values_with_rules_of_their_own(override, message):
     assert message in error_of(override)
+
+
+# ---- keepers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (None, r"actor.optim_keeper=disk with memory.disk.path=null: give it a folder"),
+        ("/no/such/folder", "there is no such folder"),
+        ("/dev/shm", r"lies in host memory \(tmpfs\)"),
+    ],
+)
+def test_a_disk_keeper_needs_a_folder_on_a_disk(path, message):
+    given = "memory.disk.path=" + ("null" if path is None else path)
+    with pytest.raises(ValueError, match=message):
+        config_of("memory=disk", given)
+    config_of("memory=disk", given, "offload=none")  # nothing sleeps
+    config_of("memory=disk", f"memory.disk.path={Path(__file__).parent}")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("memory=packed",),
+        ("memory=lean", "memory.critic.optim_keeper=saver"),
+        ("memory=lean", "platform.deterministic=true"),
+    ],
+)
+def test_rounded_moments_need_a_keeper_and_no_promise_of_bits(overrides):
+    config_of("memory=lean", "memory.optim_format=bf16")
+    config_of(*overrides)
+    message = error_of(*overrides, "memory.optim_format=bf16")
+    assert "memory.optim_format=bf16" in message
+    config_of(*overrides, "memory.optim_format=bf16", "offload=none")
+    assert suggested(message)
+    for fix in suggested(message):
+        if fix in ("memory.optim_format=fp32", "platform.deterministic=false"):
+            config_of(*overrides, *([] if "fp32" in fix else ["memory.optim_format=bf16"]), fix)

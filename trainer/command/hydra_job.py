@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from trainer.command.attempts import exit_if_asked, launch_attempts
 from trainer.command.launch import WorkerError
 from trainer.command.nodes import Nodes, find_nodes
 from trainer.common.files import UnwritableFile
+from trainer.common.machine import host_memory_limit_bytes
 from trainer.common.terminal import new_console
 from trainer.config import compose as configuration
 from trainer.config import objectives
@@ -36,6 +38,7 @@ from trainer.config.schema import Config
 from trainer.data.encoding import Encoder
 from trainer.data.rewards import check_rewards
 from trainer.data.selection import select
+from trainer.plan import make_plan
 from trainer.plan.fit import check_fits
 from trainer.plan.footprint import footprint, plan_rows
 from trainer.report import MEMORY_FILE, METRICS_FILE, REPORT_FILE, final_tables, plan_table, read_records
@@ -90,7 +93,7 @@ def run_job(config: Config, directory: Path, console: Console) -> Mapping[str, f
     tokenizer = light_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
     vocab_size = vocabulary_size(tokenizer)
     engine = planned_bytes(config, vocab_size=vocab_size)
-    check_fits(config, vocab_size=vocab_size, engine=engine)
+    check_fits(config, vocab_size=vocab_size, engine=engine, host_bytes=host_memory_limit_bytes())
     plan = plan_rows(footprint(config, vocab_size=vocab_size, engine=engine))
     encoder = Encoder(config.tokenizer, tokenizer)
     with jobs.held(directory) if nodes.rank == 0 else nullcontext():
@@ -153,3 +156,7 @@ def _check_devices(config: Config) -> None:
             f"launch.nproc={config.launch.nproc} with platform=cuda needs a GPU for each worker, and "
             f"{torch.cuda.device_count()} are visible: use fewer workers, or platform=cpu"
         )
+    keepers = {row.keeper for row in make_plan(config).rows}
+    has_coder = find_spec("nvidia") is not None and find_spec("nvidia.nvcomp") is not None
+    if config.platform.name == "cuda" and "packed" in keepers and not has_coder:
+        raise ImportError("optim_keeper=packed with platform=cuda needs nvCOMP: pip install 'torpor[packed]'")

@@ -139,7 +139,8 @@ class OffloadConfig(Section):
 class RestoreConfig(Section):
     """Where one role's DDP buffers come back from: ``saver``, ``backuper``, ``main_params`` (grads: or ``none``).
 
-    ``optim_keeper``: who keeps the optimizer state, ``saver`` or ``arena`` (an exact-size host arena of our own).
+    ``optim_keeper``: who keeps the optimizer state, ``saver``, ``arena`` (an exact-size host arena of our own),
+    ``packed`` (coded in fewer bytes, without loss) or ``disk`` (a file in ``memory.disk.path``).
     """
 
     restore_params_from: str
@@ -148,13 +149,23 @@ class RestoreConfig(Section):
 
 
 @dataclass
+class DiskConfig(Section):
+    """``path``: a folder on a local disk, for those whose ``optim_keeper`` is ``disk``."""
+
+    path: Optional[str]  # noqa: UP045
+
+
+@dataclass
 class MemoryConfig(Section):
     """``tags``: each rank's weights backuper keeps ``full`` tags, or its data-parallel share of them (``sharded``).
+    ``optim_format``: of Adam's moments while they sleep; ``bf16`` takes fewer bytes and does not keep all bits.
     ``piece_mib``: size of the pieces in which the optimizer state sleeps and wakes up."""
 
     actor: RestoreConfig
     critic: RestoreConfig
     tags: str
+    optim_format: str
+    disk: DiskConfig
     piece_mib: float
     poison: bool
     retain_cpu_backup: bool

@@ -18,9 +18,8 @@ import torch
 
 from trainer.memory.arena import HostArena
 from trainer.memory.keeper import Wait
+from trainer.plan.keepers import DISK_BUFFER_BYTES, DISK_BUFFERS
 
-BUFFER_BYTES = 16 * 2**20
-BUFFERS = 4
 _SECTOR_BYTES = 4096  # direct I/O wants addresses, offsets and sizes that are multiples of the disk's sectors
 
 
@@ -32,25 +31,27 @@ class DiskStore:
     """Keeps pieces in a file in ``directory``, whose space is allocated here.
 
     Args:
-        pinned: page-lock the buffers, for copies from a GPU.
+        arena: of :attr:`buffer_bytes`, for the buffers.
 
     Raises:
         OSError: the disk has too little space, or does not do direct I/O.
     """
 
-    def __init__(self, pieces: Sequence[torch.Tensor], directory: Path, *, pinned: bool) -> None:
+    buffer_bytes = DISK_BUFFERS * DISK_BUFFER_BYTES
+
+    def __init__(self, pieces: Sequence[torch.Tensor], directory: Path, *, arena: HostArena) -> None:
         sizes = [round_up_to_sector(piece.nbytes) for piece in pieces]
         self._starts = [0, *accumulate(sizes)]
         self._file = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
         if self._starts[-1]:
             os.posix_fallocate(self._file, 0, self._starts[-1])
-        self._arena = HostArena(BUFFERS * BUFFER_BYTES, pinned=pinned)
+        self._arena = arena
         self._buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
-        for buffer in self._arena.whole.split(BUFFER_BYTES):
+        for buffer in self._arena.whole.split(DISK_BUFFER_BYTES):
             self._buffers.put(buffer)
         device = torch.cuda.current_device()
         self._disk = ThreadPoolExecutor(
-            BUFFERS, thread_name_prefix="disk", initializer=torch.cuda.set_device, initargs=(device,)
+            DISK_BUFFERS, thread_name_prefix="disk", initializer=torch.cuda.set_device, initargs=(device,)
         )
 
     @property
@@ -87,8 +88,8 @@ class DiskStore:
     def _for_each_part(
         self, number: int, piece: torch.Tensor, start: Callable[[torch.Tensor, int], Future[None]]
     ) -> Wait:
-        parts = piece.view(torch.uint8).split(BUFFER_BYTES) if piece.numel() else ()
-        begun = [start(part, self._starts[number] + place * BUFFER_BYTES) for place, part in enumerate(parts)]
+        parts = piece.view(torch.uint8).split(DISK_BUFFER_BYTES) if piece.numel() else ()
+        begun = [start(part, self._starts[number] + place * DISK_BUFFER_BYTES) for place, part in enumerate(parts)]
         return lambda: [one.result() for one in begun]
 
     def _write(self, buffer: torch.Tensor, copied: torch.cuda.Event, size: int, offset: int) -> None:

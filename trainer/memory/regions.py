@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from trainer.memory.arena import HostArena, HostArenas
+from trainer.config.schema import Config
+from trainer.memory.arena import HostArenas
 from trainer.memory.keeper import StateKeeper
 from trainer.memory.saver import RegionBytes, Saver
-from trainer.memory.stores import ArenaStore
+from trainer.memory.stores import make_store
 from trainer.plan import NO_BUFFER, Plan, PlanRow
 
 MemoryObserver = Callable[[dict[str, Any]], None]
@@ -46,13 +47,27 @@ class RoleRegions:
         """Build Megatron's DDP inside."""
         return self._saver.buffers_of(self._role)
 
-    def keep_optimizer_state(self, pieces: Sequence[torch.Tensor], *, main_pieces: int, arenas: HostArenas) -> None:
-        """Give the optimizer state the keeper that the plan names, if that is not the saver; ``main_pieces`` as for
-        :class:`~trainer.memory.keeper.StateKeeper`."""
-        row = self._rows["optim"]
-        if row.keeper == "arena":
-            arena = arenas.take(row.tag, HostArena.bytes_needed(pieces))
-            self._keeper = StateKeeper(pieces, main_pieces=main_pieces, store=ArenaStore(pieces, arena))
+    def keep_optimizer_state(
+        self,
+        pieces: Sequence[torch.Tensor],
+        *,
+        main_pieces: int,
+        config: Config,
+        arenas: HostArenas,
+        rounding_seed: Callable[[int], int],
+    ) -> None:
+        """Give the optimizer state the keeper that the plan names, if that is not the saver; arguments as for
+        :func:`~trainer.memory.stores.make_store`."""
+        store = make_store(
+            self._rows["optim"],
+            pieces,
+            main_pieces=main_pieces,
+            config=config,
+            arenas=arenas,
+            rounding_seed=rounding_seed,
+        )
+        if store is not None:
+            self._keeper = StateKeeper(pieces, main_pieces=main_pieces, store=store)
 
     def prepare_sleep(self) -> None:
         """Let the saver page-lock the host buffers that it keeps now, while models are built, and not in a sleep."""

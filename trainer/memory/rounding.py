@@ -8,7 +8,7 @@ ICML 2015).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,6 +25,12 @@ def round_stochastically(numbers: torch.Tensor, *, seed: int) -> torch.Tensor:
     return (bits + noise).bitwise_and_(-1 << _DROPPED_BITS).view(torch.float32).to(torch.bfloat16)
 
 
+def stored_like(pieces: Sequence[torch.Tensor], *, main_pieces: int) -> list[torch.Tensor]:
+    """Tensors without memory, of the shapes and dtypes in which :class:`RoundedMoments` hands on ``pieces``."""
+    dtypes = [torch.float32 if number < main_pieces else torch.bfloat16 for number in range(len(pieces))]
+    return [torch.empty(p.shape, dtype=d, device="meta") for p, d in zip(pieces, dtypes, strict=True)]
+
+
 class RoundedMoments:
     """A store that hands another one the pieces with moments in bf16.
 
@@ -35,12 +41,6 @@ class RoundedMoments:
 
     def __init__(self, store: Store, *, main_pieces: int, seed_of: Callable[[int], int]) -> None:
         self._store, self._main_pieces, self._seed_of = store, main_pieces, seed_of
-
-    @staticmethod
-    def stored_like(pieces: tuple[torch.Tensor, ...], *, main_pieces: int) -> list[torch.Tensor]:
-        """Tensors without memory, of the shapes and dtypes that the other store gets."""
-        dtypes = [torch.float32 if number < main_pieces else torch.bfloat16 for number in range(len(pieces))]
-        return [torch.empty(p.shape, dtype=d, device="meta") for p, d in zip(pieces, dtypes, strict=True)]
 
     @property
     def host_bytes(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, Config, RoleConfig
+from trainer.plan.keepers import OWN_KEEPERS
 
 KINDS = ("param", "grad", "optim", "rest")
 NO_BUFFER = "-"  # keeper of a kind that does not exist in this run
@@ -19,8 +20,8 @@ class PlanRow:
     """One role's buffers of one kind.
 
     Attributes:
-        keeper: who the bytes come back from: saver, backuper, main_params, arena, none; ``awake`` if nothing sleeps,
-            ``-`` if there is no such buffer.
+        keeper: who the bytes come back from: saver, backuper, main_params, one of :data:`OWN_KEEPERS`, none; ``awake``
+            if nothing sleeps, ``-`` if there is no such buffer.
         saver_backup: the saver copies the region to host memory.
         flag: value of the kind's ``disable_*_cpu_backup`` flag; None where it does not apply.
         note: what a reader of the table should know.
@@ -47,7 +48,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for row in self.rows:
-            restored = row.saver_backup or row.keeper in ("backuper", "main_params", "arena", NO_BUFFER)
+            restored = row.saver_backup or row.keeper in ("backuper", "main_params", *OWN_KEEPERS, NO_BUFFER)
             zeroed_before_use = row.kind == "grad" and row.keeper == "none"
             assert not self.sleeps or restored or zeroed_before_use, f"{row.tag} has no source to come back from"
 
@@ -67,7 +68,7 @@ def make_plan(config: Config) -> Plan:
         rows += [
             _param_row(role, role_config, restore.restore_params_from, sleeps=sleeps),
             _grad_row(role, role_config, restore.restore_grads_from, sleeps=sleeps),
-            _optim_row(role, restore.optim_keeper, sleeps=sleeps),
+            _optim_row(role, restore.optim_keeper, config.memory.optim_format, sleeps=sleeps),
             _rest_row(role, role_config, restore.restore_params_from, sleeps=sleeps),
         ]
     return Plan(sleeps, tuple(rows))
@@ -100,8 +101,12 @@ def _grad_row(role: str, role_config: RoleConfig, source: str, *, sleeps: bool) 
     return PlanRow(role, "grad", _or_awake(source, sleeps), copied, flag, note)
 
 
-def _optim_row(role: str, keeper: str, *, sleeps: bool) -> PlanRow:
+def _optim_row(role: str, keeper: str, optim_format: str, *, sleeps: bool) -> PlanRow:
     note = "fp32 main params and Adam moments"
+    if sleeps and optim_format == "bf16":
+        note += ", these in bf16 while they sleep"
+    if sleeps and keeper == "packed":
+        note += "; at most so many bytes"
     return PlanRow(role, "optim", _or_awake(keeper, sleeps), sleeps and keeper == "saver", None, note)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from importlib import resources
 
@@ -17,18 +18,20 @@ from trainer.plan.role_bytes import ranks_that_share_tags
 GIB = 2**30
 
 
-def check_fits(config: Config, *, vocab_size: int, engine: EngineBytes) -> None:
-    """Raise ValueError if the predicted bytes exceed ``launch.host_memory_gib`` or ``launch.gpu_memory_gib``.
+def check_fits(config: Config, *, vocab_size: int, engine: EngineBytes, host_bytes: int | None = None) -> None:
+    """Raise ValueError if the predicted bytes exceed ``launch.host_memory_gib``, ``launch.gpu_memory_gib`` (null: not
+    known), or what the disk has free. The message says what is needed and which memory policies would fit.
 
-    The message says what is needed and which memory policies would fit. null means unknown: nothing to check.
+    Args:
+        host_bytes: what the machine lets the run have, where ``launch.host_memory_gib`` is null; None: not known.
     """
-    problems = _problems(config, footprint(config, vocab_size=vocab_size, engine=engine))
+    problems = _problems(config, footprint(config, vocab_size=vocab_size, engine=engine), host_bytes)
     if not problems:
         return
     fitting = []
     for name, other in _other_policies(config):
         prediction = footprint(other, vocab_size=vocab_size, engine=engine)
-        if not _problems(other, prediction):
+        if not _problems(other, prediction, host_bytes):
             fitting.append((prediction.node_host_peak_bytes, name))
     advice = (
         f"these policies fit: {', '.join(name for _, name in sorted(fitting))}"
@@ -41,19 +44,31 @@ def check_fits(config: Config, *, vocab_size: int, engine: EngineBytes) -> None:
 
 def fits(config: Config, prediction: Footprint) -> bool:
     """Whether nothing that is known about the machine speaks against the config."""
-    return not _problems(config, prediction)
+    return not _problems(config, prediction, None)
 
 
-def _problems(config: Config, prediction: Footprint) -> list[str]:
-    needed = {
-        "host": (prediction.node_host_peak_bytes, "of host memory on the node"),
-        "gpu": (0 if prediction.host_is_device else prediction.device_peak_bytes, "of GPU memory per rank"),
-    }
-    return [
-        f"it needs {size / GIB:.2f} GiB {where}, more than launch.{name}_memory_gib={limit:g}"
-        for name, (size, where) in needed.items()
-        if (limit := getattr(config.launch, f"{name}_memory_gib")) is not None and size > limit * GIB
-    ]
+def _problems(config: Config, prediction: Footprint, host_bytes: int | None) -> list[str]:
+    launch, problems = config.launch, []
+    host, limit = prediction.node_host_peak_bytes, host_bytes
+    whose = f"the {(host_bytes or 0) / GIB:.2f} that this machine or its control group allows"
+    if launch.host_memory_gib is not None:
+        limit, whose = launch.host_memory_gib * GIB, f"launch.host_memory_gib={launch.host_memory_gib:g}"
+    if limit is not None and host > limit:
+        problems.append(f"it needs {host / GIB:.2f} GiB of host memory on the node, more than {whose}")
+    device, of_gpu = prediction.device_peak_bytes, launch.gpu_memory_gib
+    if of_gpu is not None and not prediction.host_is_device and device > of_gpu * GIB:
+        problems.append(
+            f"it needs {device / GIB:.2f} GiB of GPU memory per rank, more than launch.gpu_memory_gib={of_gpu:g}"
+        )
+    if prediction.node_disk_bytes:
+        assert config.memory.disk.path is not None
+        free = shutil.disk_usage(config.memory.disk.path).free
+        if prediction.node_disk_bytes > free:
+            problems.append(
+                f"it needs {prediction.node_disk_bytes / GIB:.2f} GiB of the disk of "
+                f"memory.disk.path={config.memory.disk.path}, which has {free / GIB:.2f} free"
+            )
+    return problems
 
 
 def _other_policies(config: Config) -> Iterator[tuple[str, Config]]:

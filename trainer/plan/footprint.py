@@ -16,6 +16,7 @@ from typing import Any
 from trainer.config.schema import Config
 from trainer.plan import Plan, make_plan
 from trainer.plan.holdings import ENGINE, EngineBytes, Holding, awake_for_forward, role_holdings
+from trainer.plan.keepers import OWN_KEEPERS
 from trainer.plan.role_bytes import RoleBytes, role_bytes
 
 
@@ -38,6 +39,7 @@ class Footprint:
         node_moments: the moments with the bytes of all ranks.
         node_host_asleep: role -> host bytes asleep, of all ranks.
         node_checkpoint_bytes: host bytes, on the node, of a checkpoint that is written while the run goes on.
+        node_disk_bytes: of the files in which all ranks' optimizer states sleep.
     """
 
     ranks: int
@@ -48,6 +50,7 @@ class Footprint:
     node_moments: tuple[Moment, ...]
     node_host_asleep: dict[str, int]
     node_checkpoint_bytes: int
+    node_disk_bytes: int
 
     def of_role(self, role: str) -> tuple[Holding, ...]:
         return tuple(holding for holding in self.holdings if holding.role == role)
@@ -99,6 +102,7 @@ def footprint(config: Config, *, vocab_size: int, engine: EngineBytes, stage: in
             for role in config.roles
         },
         node_checkpoint_bytes=_checkpoint_bytes(config, [roles[number] for number in node]),
+        node_disk_bytes=sum(h.disk_bytes for number in node for h in holdings[number]),
     )
 
 
@@ -162,7 +166,7 @@ def _moments(
     if engine.has_own_weights:
         yield moment("sync engine", with_actor)
     for role, sizes in roles.items():
-        rebuilds = plan.row(role, "param").keeper == "main_params" and plan.row(role, "optim").keeper == "arena"
+        rebuilds = plan.row(role, "param").keeper == "main_params" and plan.row(role, "optim").keeper in OWN_KEEPERS
         if rebuilds:  # main params go to the device once more, to be read there
             yield moment(f"rebuild {role}", {role: "forward"}, transient=sizes.main_params)
         yield moment(f"{role} forward", {role: "forward"})
@@ -182,7 +186,8 @@ def _saving(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> tuple[st
     optim_row = plan.row(role, "optim")
     has_own_tag = role == "actor" and plan.sleeps and plan.row(role, "param").keeper != "main_params"
     weights = 0 if has_own_tag else sizes.weights
-    optim = 0 if optim_row.keeper == "arena" else sizes.kinds["optim"]
+    is_readable = optim_row.keeper == "arena" and config.memory.optim_format == "fp32"
+    optim = 0 if is_readable else sizes.kinds["optim"]
     state = "forward" if weights and plan.sleeps else "asleep"
     is_awake_then = not plan.sleeps or (state == "forward" and awake_for_forward(plan, optim_row))
     is_copied = config.platform.name == "cuda" and not config.checkpoint.async_save  # whose copy counts on the node

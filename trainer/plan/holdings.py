@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainer.config.schema import Config
 from trainer.plan import NO_BUFFER, Plan, PlanRow, make_plan
-from trainer.plan.layout import ALIGNMENT_BYTES, round_up
+from trainer.plan.keepers import OWN_KEEPERS, KeptBytes, kept_bytes
 from trainer.plan.role_bytes import RoleBytes, ranks_that_share_tags, role_bytes
 
 ENGINE = "engine"
@@ -18,7 +18,7 @@ class Holding:
     """Bytes per rank of one buffer kind (or weights tag, ``weights/<tag>``) of one role (or the engine).
 
     Device bytes while the role trains, does forward passes with its own weights, and sleeps; host bytes while it is
-    awake (what stays page-locked between sleeps) and asleep.
+    awake (what stays page-locked between sleeps) and asleep; bytes of a file.
     """
 
     role: str
@@ -31,6 +31,7 @@ class Holding:
     asleep_bytes: int = 0
     host_awake_bytes: int = 0
     host_asleep_bytes: int = 0
+    disk_bytes: int = 0
 
     def device_bytes(self, state: str) -> int:
         """``state``: train, forward, asleep, or absent (not built yet)."""
@@ -59,17 +60,25 @@ def arena_bytes(config: Config, *, vocab_size: int, stage: int) -> dict[str, int
     any model is."""
     plan = make_plan(config)
     sizes = {role: role_bytes(config, role, vocab_size=vocab_size, stage=stage) for role in config.roles}
-    return {owner: size for role, found in sizes.items() for owner, size in _arenas(plan, role, found)}
+    return {owner: size for role, found in sizes.items() for owner, size in _arenas(config, plan, role, found)}
 
 
-def _arenas(plan: Plan, role: str, sizes: RoleBytes) -> Iterator[tuple[str, int]]:
+def _arenas(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> Iterator[tuple[str, int]]:
     optim = plan.row(role, "optim")
-    if optim.keeper == "arena":
-        yield optim.tag, round_up(sizes.kinds["optim"], ALIGNMENT_BYTES)
+    if kept := _kept(config, optim, sizes).arena:
+        yield optim.tag, kept
     if role == "actor":
         if plan.row(role, "param").keeper != "main_params":
             yield f"weights/{role}", sizes.tag
         yield "weights/ref", sizes.tag
+
+
+def _kept(config: Config, row: PlanRow, sizes: RoleBytes) -> KeptBytes:
+    if row.kind != "optim":
+        return KeptBytes()
+    return kept_bytes(
+        row.keeper, sizes.kinds["optim"], main_params=sizes.main_params, optim_format=config.memory.optim_format
+    )
 
 
 def role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> Iterator[Holding]:
@@ -83,9 +92,8 @@ def role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> It
         size = sizes.kinds[row.kind]
         copy = size if row.saver_backup else 0
         holds_tag = own_tag_restores and row.kind == own_tag_kind
-        lasting = sizes.tag if holds_tag else 0
-        if row.keeper == "arena":
-            lasting += round_up(size, ALIGNMENT_BYTES)
+        kept = _kept(config, row, sizes)
+        lasting = kept.host + (sizes.tag if holds_tag else 0)
         yield Holding(
             role,
             row.kind,
@@ -97,6 +105,7 @@ def role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> It
             asleep_bytes=0 if plan.sleeps else size,
             host_awake_bytes=lasting + (copy if retains else 0),
             host_asleep_bytes=lasting + copy,
+            disk_bytes=kept.disk,
         )
     if keeps_own_tag and not own_tag_restores:
         yield _tag_holding(config, role, role, sizes)
@@ -127,8 +136,8 @@ def _tag_holding(config: Config, role: str, tag: str, sizes: RoleBytes) -> Holdi
 
 
 def awake_for_forward(plan: Plan, row: PlanRow) -> bool:
-    """Rebuilding reads main params; without an arena of the optimizer state that wakes the whole of it."""
+    """Rebuilding reads main params; if the saver keeps the optimizer state, that wakes the whole of it."""
     if row.kind == "optim":
-        reads_optim = plan.row(row.role, "param").keeper == "main_params" and row.keeper != "arena"
+        reads_optim = plan.row(row.role, "param").keeper == "main_params" and row.keeper not in OWN_KEEPERS
         return reads_optim or not plan.sleeps
     return row.kind in ("param", "rest") or not plan.sleeps

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from trainer.report.records import Record
 
 OWNERS = ("saver", "arena", "backuper, own tag", "backuper, other tags")
+_IN_ARENAS = ("arena", "packed", "disk")  # keepers whose host memory is arenas
 
 
 class Sample(NamedTuple):
@@ -97,7 +98,7 @@ def host_bytes_by_owner(memory: Iterable[Record]) -> dict[str, dict[str, int]]:
             owners["saver"] += saver_bytes
             owners["backuper, own tag"] += backup_bytes - saver_bytes
         else:
-            owners["arena" if keeper == "arena" else "saver"] += backup_bytes
+            owners["arena" if keeper in _IN_ARENAS else "saver"] += backup_bytes
     return {role: owners for role, owners in result.items() if any(owners.values())}
 
 

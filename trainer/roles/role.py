@@ -6,13 +6,16 @@ and the restore of its bytes is impossible through the public methods: :meth:`Ro
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import distributed
 
+from trainer.common.seeds import seed_for
 from trainer.config.schema import Config
 from trainer.megatron import optimizer as optimizers
 from trainer.megatron.build import build_chunks, drop_caches, move_rest, wrap_ddp
@@ -72,7 +75,13 @@ class Role:
             region=self._regions.optimizer_region,
             piece_bytes=int(config.memory.piece_mib * MIB),
         )
-        self._regions.keep_optimizer_state(self._state.pieces, main_pieces=self._state.main_pieces, arenas=arenas)
+        self._regions.keep_optimizer_state(
+            self._state.pieces,
+            main_pieces=self._state.main_pieces,
+            config=config,
+            arenas=arenas,
+            rounding_seed=functools.partial(self._rounding_seed, config.seed),
+        )
         self._set_param_hooks(enabled=False)
         self.backuper: TensorBackuper | None = None
         self._active_tag: str | None = name
@@ -85,6 +94,10 @@ class Role:
                 layout=ParamShards(self.chunks) if config.memory.tags == "sharded" else None,
             )
             self._backup_if_trained()
+
+    def _rounding_seed(self, seed: int, piece: int) -> int:
+        step, rank = optimizers.step_count(self.optimizer), distributed.get_rank()
+        return seed_for(seed, f"rounding/{self.name}/{piece}", step=step, rank=rank)
 
     # ---- sleep and wake-up -------------------------------------------------------------------------------------
 

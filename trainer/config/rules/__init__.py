@@ -26,6 +26,8 @@ RULES = (
     memory.check_restore_sources,
     memory.check_flags_against_sources,
     memory.check_main_params_source,
+    memory.check_disk,
+    memory.check_optim_format,
     memory.check_tags,
     parallel.check_overlap,
     model.check_model_shapes,

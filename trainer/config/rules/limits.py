@@ -28,6 +28,7 @@ CHOICES = {
     "platform.name": ("cpu", "cuda"),
     "logger.kind": ("none", "tensorboard", "wandb"),
     "memory.tags": ("full", "sharded"),
+    "memory.optim_format": ("fp32", "bf16"),
     "memory.cpu_backup_backend": ("pinned", "mmap"),
 }
 

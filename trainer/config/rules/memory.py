@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
+from trainer.common.machine import filesystem_of
 from trainer.config.schema import Config, RestoreConfig
 
 ExplicitFlags = Collection[tuple[str, str]]  # (role, flag name)
 
 PARAM_SOURCES = ("saver", "backuper", "main_params")
 GRAD_SOURCES = ("saver", "none")
-OPTIM_KEEPERS = ("saver", "arena")
+OPTIM_KEEPERS = ("saver", "arena", "packed", "disk")
+_IN_HOST_MEMORY = ("tmpfs", "ramfs", "devtmpfs")  # file systems
 
 
 def check_explicit_flags(config: Config, explicit_flags: ExplicitFlags) -> None:
@@ -103,6 +106,43 @@ def check_main_params_source(config: Config) -> None:
                 "buffer, which is dropped and filled again from the fp32 main params; without it the parameters sleep "
                 "among tensors that nothing rebuilds. Use it, or another policy (memory=lean)"
             )
+
+
+def check_disk(config: Config) -> None:
+    """The disk keeper needs a folder that does not lie in host memory."""
+    users = [role for role in config.roles if _restore(config, role).optim_keeper == "disk"]
+    if not users or not config.offload.train:
+        return
+    path = config.memory.disk.path
+    given = f"memory.{users[0]}.optim_keeper=disk with memory.disk.path={'null' if path is None else path}"
+    if path is None:
+        raise ValueError(f"{given}: give it a folder on a local disk, e.g. memory.disk.path=/mnt/nvme")
+    if not Path(path).is_dir():
+        raise ValueError(f"{given}: there is no such folder. Use one on a local disk, e.g. memory.disk.path=/mnt/nvme")
+    if filesystem_of(Path(path)) in _IN_HOST_MEMORY:
+        raise ValueError(
+            f"{given}: that folder lies in host memory ({filesystem_of(Path(path))}), of which sleeping on a disk is "
+            "to take none. Use a folder on a local disk, or another keeper (memory=rebuild)"
+        )
+
+
+def check_optim_format(config: Config) -> None:
+    """Rounded moments need a keeper that keeps them so, and do not go with a promise of equal bits."""
+    if config.memory.optim_format == "fp32" or not config.offload.train:
+        return
+    for role in config.roles:
+        keeper = _restore(config, role).optim_keeper
+        if keeper not in ("arena", "disk"):
+            raise ValueError(
+                f"memory.optim_format=bf16 with memory.{role}.optim_keeper={keeper}, which keeps bits as they are: use "
+                f"memory.{role}.optim_keeper=arena or disk, or memory.optim_format=fp32"
+            )
+    if config.platform.deterministic:
+        raise ValueError(
+            "memory.optim_format=bf16 with platform.deterministic=true: a run whose moments are rounded whenever they "
+            "sleep does not compute the bits of one that does not sleep. Use memory.optim_format=fp32, or "
+            "platform.deterministic=false"
+        )
 
 
 def check_tags(config: Config) -> None:
