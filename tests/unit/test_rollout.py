@@ -1,7 +1,8 @@
-"""trainer.rollout.hf on the CPU saver with poison: what it generates, and that nothing it reads is lost asleep."""
+"""Every rollout engine on the CPU saver with poison: what it generates, and that nothing it reads is lost asleep."""
 
 import dataclasses
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +11,15 @@ import torch
 from tests.megatron_world import logits_of, one_rank_world
 from trainer.algo.log_probs import log_probs_from_logits
 from trainer.config.rules.limits import CHOICES
-from trainer.config.schema import ModelConfig, RolloutConfig
+from trainer.config.schema import ModelConfig, RolloutConfig, RopeScalingConfig
 from trainer.megatron.build import build_gpt, named_tensors
 from trainer.memory.saver import MemorySaver, NullSaver
-from trainer.models.hf_bridge import to_hf
+from trainer.models.hf_bridge import from_hf, to_hf, views_by_file_name
 from trainer.plan.layout import WHOLE
 from trainer.rollout.engines import ENGINES
 from trainer.rollout.hf import HfEngine
+from trainer.rollout.native.cache import cache_of
+from trainer.rollout.native.engine import NativeEngine
 from trainer.tasks.tokenizer import load_tokenizer
 
 VOCABULARY = 259  # the 256 bytes and three special tokens
@@ -67,20 +70,77 @@ def tokenizer():
     return load_tokenizer(None, task=SimpleNamespace(corpus=lambda: ["abc"]), vocab_size=VOCABULARY)  # type: ignore[arg-type]
 
 
+class AwakeActor:
+    """What rollout=native asks of a role that is awake."""
+
+    name = "actor"
+
+    def __init__(self, gpt):
+        self.chunks = [SimpleNamespace(module=gpt)]
+
+    def require(self, kinds, *, tag):
+        assert tag == "actor"
+
+    def awake(self, *, kinds):
+        return nullcontext()
+
+
+class Native(NativeEngine):
+    """The engine over an actor of its own, whose weights can be set as those of the other engine."""
+
+    def __init__(self, model, rollout, *, tokenizer, saver, observer, rows=None):
+        rows_of_model = model.embedding_rows(VOCABULARY)
+        self.model = build_gpt(model, vocab_size=rows_of_model, parallel=WHOLE, seed=1, value_head=False)
+        self.architecture = model
+        cache = cache_of(
+            model,
+            row_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+            response_tokens=rollout.max_new_tokens,
+            rows=64 if rollout.batch_invariant else rows or 5000,
+            page_tokens=16,
+        )
+        actor = AwakeActor(self.model)
+        super().__init__(actor, model, rollout, cache=cache, tokenizer=tokenizer, saver=saver, observer=observer)
+
+    def wake_up(self, weights=()):
+        if weights:
+            own = dict(named_tensors(self._actor.chunks))
+            with torch.no_grad():
+                for name, tensor in from_hf(dict(weights), model=self.architecture).items():
+                    own[name].copy_(tensor)
+        super().wake_up()
+
+
+KINDS = {"hf": HfEngine, "native": Native}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
 @pytest.fixture
-def make_engine(tokenizer):
-    """Builds engines; the last one's memory records are in ``make_engine.records``."""
+def make_engine(tokenizer, kind):
+    """Builds engines of a kind; the last one's memory records are in ``make_engine.records``."""
     with one_rank_world():
 
-        def make(*, model=MODEL, saver=None, **rollout):
+        def make(*, model=MODEL, saver=None, rows=None, **rollout):
             saver = saver or MemorySaver(
                 platform="cpu", poison=True, retain_cpu_backup=True, cpu_backup_backend="pinned"
             )
-            settings = dataclasses.replace(ROLLOUT, **rollout)
+            settings = dataclasses.replace(ROLLOUT, engine=kind, **rollout)
             make.records = []
-            return HfEngine(model, settings, tokenizer=tokenizer, saver=saver, observer=make.records.append)
+            more = {"rows": rows} if kind == "native" else {}
+            return KINDS[kind](model, settings, tokenizer=tokenizer, saver=saver, observer=make.records.append, **more)
 
         yield make
+
+
+def parameters(engine):
+    """Name in Hugging Face files -> a parameter of that shape; tied ones once."""
+    if isinstance(engine, Native):
+        return dict(to_hf(named_tensors(engine._actor.chunks), model=engine.architecture))
+    return views_by_file_name(dict(engine.model.named_parameters()), model=engine._architecture)
 
 
 def random_weights(engine, *, seed=1):
@@ -88,7 +148,7 @@ def random_weights(engine, *, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.ones_like(parameter) if "norm" in name else 0.15 * torch.randn(parameter.shape, generator=generator)
-        for name, parameter in engine.model.named_parameters()
+        for name, parameter in sorted(parameters(engine).items())
     }
 
 
@@ -98,7 +158,7 @@ def chain_weights(engine, logits_after):
     Attention and MLP add nothing; token i of the mapping embeds as the unit vector e_i, which the final norm makes
     sqrt(hidden_size) * e_i = 8 e_i; so lm_head[v, i] is an eighth of the logit of v after i.
     """
-    weights = {name: torch.zeros_like(parameter) for name, parameter in engine.model.named_parameters()}
+    weights = {name: torch.zeros_like(parameter) for name, parameter in parameters(engine).items()}
     weights["model.norm.weight"] += 1
     for index, (token, logits) in enumerate(logits_after.items()):
         weights["model.embed_tokens.weight"][token, index] = 1
@@ -109,8 +169,11 @@ def chain_weights(engine, logits_after):
 
 def full_forward(engine, responses):
     """Logits [n, s, v] of one pass over the right-padded rows, without a cache."""
+    tokens = responses.tokens
     with torch.no_grad():
-        return engine.model(responses.tokens, attention_mask=torch.ones_like(responses.tokens)).logits
+        if isinstance(engine, Native):
+            return logits_of(engine.model, tokens)
+        return engine.model(tokens, attention_mask=torch.ones_like(tokens)).logits
 
 
 def assert_same(one, other):
@@ -133,9 +196,10 @@ def test_generation_is_bitwise_the_same_after_a_sleep(make_engine, dtype, tied):
         engine.sleep()
         engine.wake_up(weights.items())
         assert_same(engine.generate(PROMPTS, seed=5), before)
-    assert (engine.model.lm_head.weight is engine.model.model.embed_tokens.weight) == tied
+    assert ("lm_head.weight" in weights) != tied
 
 
+@pytest.mark.parametrize("kind", ["hf"], indirect=True)
 def test_every_tensor_of_the_engine_sleeps(make_engine):
     """Awake without the engine's own wake-up, each byte is poison: parameters and rotary tables are in the region."""
     saver = MemorySaver(platform="cpu", poison=True, retain_cpu_backup=True, cpu_backup_backend="pinned")
@@ -152,6 +216,7 @@ def test_every_tensor_of_the_engine_sleeps(make_engine):
     assert engine.model(torch.tensor([[10, 11]])).logits.isnan().all()
 
 
+@pytest.mark.parametrize("kind", ["hf"], indirect=True)
 def test_memory_records(make_engine):
     engine = make_engine()
     weights = random_weights(engine)
@@ -171,12 +236,12 @@ def test_memory_records(make_engine):
 @pytest.mark.parametrize("make_saver", [NullSaver, None])
 def test_no_generation_without_weights(make_engine, make_saver):
     engine = make_engine(saver=make_saver and make_saver())
-    with pytest.raises(RuntimeError, match=r"call wake_up\(weights\) first"):
+    with pytest.raises(RuntimeError, match="holds no weights"):
         engine.generate(PROMPTS, seed=1)
     engine.wake_up(random_weights(engine).items())
     assert len(engine.generate(PROMPTS, seed=1).texts) == 4
     engine.sleep()
-    with pytest.raises(RuntimeError, match=r"call wake_up\(weights\) first"):
+    with pytest.raises(RuntimeError, match="holds no weights"):
         engine.generate(PROMPTS, seed=1)
 
 
@@ -204,6 +269,7 @@ def test_savers_generate_alike(make_engine):
     assert not make_engine.records
 
 
+@pytest.mark.parametrize("kind", ["hf"], indirect=True)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -277,7 +343,6 @@ def test_every_end_of_the_model_ends_a_response(make_engine, tmp_path):
     assert responses.tokens[:3, 2:].eq(PAD).all()
     assert responses.truncated.tolist() == [False, False, False, True]
     assert responses.texts[:3] == ["", "", ""]  # what ended it is no part of a response
-    assert engine.model.config.eos_token_id == [EOS, b, c]
 
 
 def test_temperature_and_top_p(make_engine):
@@ -314,6 +379,7 @@ def test_log_probs_equal_those_of_a_full_forward_pass(make_engine, dtype, tolera
     assert expected[mask].std() > 0.2
 
 
+@pytest.mark.parametrize("kind", ["hf"], indirect=True)
 def test_log_probs_equal_those_of_the_actor(make_engine):
     """What the training side computes from the same weights, in megatron-core and bf16."""
     model = dataclasses.replace(MODEL, dtype="bf16", init_std=0.2)
@@ -384,3 +450,75 @@ def test_rows_of_the_vocabulary_beyond_the_tokenizer_are_never_drawn(make_engine
     assert (responses.tokens < VOCABULARY).all()
     expected = log_probs_from_logits(logits[:, :-1], responses.tokens[:, 1:], temperature=1.0, vocab_size=VOCABULARY)
     torch.testing.assert_close(responses.log_probs[:, 1:][mask], expected[mask], atol=1e-5, rtol=0)
+
+
+FAMILIES = {
+    "llama3": {"rope_scaling": RopeScalingConfig(8.0, 1.0, 4.0, 16)},
+    "tied": {"tie_embeddings": True},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True, "head_size": 24},
+    "mixtral": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "qk_norm": True, "norm_topk_prob": False},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_of_every_family_equal_those_of_a_full_forward_pass(make_engine, family):
+    engine = make_engine(model=dataclasses.replace(MODEL, **FAMILIES[family]))
+    weights = random_weights(engine)
+    engine.wake_up(weights.items())
+    assert any("bias" in name and weight.std() > 0.1 for name, weight in weights.items()) == (family == "qwen2")
+    responses = engine.generate(PROMPTS, seed=2)
+    expected = log_probs_from_logits(
+        full_forward(engine, responses)[:, :-1], responses.tokens[:, 1:], temperature=1.0, vocab_size=VOCABULARY
+    )
+    mask = responses.response_mask[:, 1:]
+    torch.testing.assert_close(responses.log_probs[:, 1:][mask], expected[mask], atol=1e-5, rtol=0)
+
+
+def test_top_k_and_min_p(make_engine):
+    """Probabilities 9/16, 4/16, 2/16, 1/16: the two most probable ones, or those with a fifth of the largest."""
+    shares = {60: 9 / 16, 61: 4 / 16, 62: 2 / 16, 63: 1 / 16}
+    logits = {token: 60 + torch.tensor(share).log().item() for token, share in shares.items()}
+    for settings, kept in (({"top_k": 2}, {60, 61}), ({"min_p": 0.2}, {60, 61, 62})):
+        engine = make_engine(max_new_tokens=1, **settings)
+        engine.wake_up(chain_weights(engine, {50: logits}).items())
+        drawn = engine.generate([[50]] * 1000, seed=3).tokens[:, 1]
+        assert set(drawn.tolist()) == set(kept) - (kept - {60, 61, 62})
+        expected = shares[60] / sum(shares[token] for token in kept)
+        assert drawn.eq(60).float().mean().item() == pytest.approx(expected, abs=0.05)
+
+
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(make_engine, tokenizer):
+    a, b, c = (tokenizer.encode(letter)[0] for letter in "xyz")
+    engine = make_engine(stop=["yz", "nowhere"])
+    engine.wake_up(chain_weights(engine, {a: {b: 50}, b: {c: 50}, c: {a: 50}}).items())
+    responses = engine.generate([[a], [b], [c]], seed=1, greedy=True)
+    assert responses.texts == ["yz", "zxyz", "xyz"]
+    assert responses.truncated.tolist() == [False] * 3
+    assert responses.response_mask.sum(dim=1).tolist() == [2, 4, 3]
+    assert not responses.log_probs[~responses.response_mask].any()
+
+
+def test_engines_agree(tokenizer):
+    """Greedy, in fp32: the same tokens; in bf16 their log-probs within rounding."""
+    for dtype, tolerance in (("fp32", 1e-5), ("bf16", 0.1)):
+        model, found = dataclasses.replace(MODEL, dtype=dtype), []
+        with one_rank_world():
+            for kind in KINDS.values():
+                engine = kind(model, ROLLOUT, tokenizer=tokenizer, saver=NullSaver(), observer=print)
+                engine.wake_up(random_weights(engine).items())
+                found.append(engine.generate(PROMPTS, seed=1, greedy=True))
+        one, other = found
+        same = one.tokens == other.tokens
+        assert same.all() or dtype == "bf16"
+        gap = (one.log_probs - other.log_probs)[same.cumprod(dim=1).bool()].abs().max()
+        assert gap < tolerance
+
+
+def test_no_prompts_no_responses(make_engine):
+    engine = make_engine()
+    engine.wake_up(random_weights(engine).items())
+    responses = engine.generate([], seed=1)
+    assert responses.texts == []
+    assert len(responses.tokens) == len(responses.truncated) == 0

@@ -50,10 +50,10 @@ class Rows:
 
 
 class Attention(Protocol):
-    """One way to compute it. ``qkv`` [t, g, m + 2, d] holds the query heads, the key and the value of each group."""
+    """One way to compute it."""
 
-    def of_prompts(self, qkv: Tensor, prompts: Prompts) -> Tensor:
-        """Causal attention within each prompt -> [t, g * m * d]."""
+    def of_prompts(self, query: Tensor, key: Tensor, value: Tensor, prompts: Prompts) -> Tensor:
+        """Causal attention within each prompt: query [t, g * m, d], key and value [t, g, d] -> [t, g * m * d]."""
         ...
 
     def of_rows(self, query: Tensor, cache: Tensor, rows: Rows) -> Tensor:
@@ -71,18 +71,14 @@ def choose(*, device: torch.device, dtype: torch.dtype) -> Attention:
 class Products:
     """Plain matrix products, one for each key-value head: its keys are read once for all of its query heads."""
 
-    def of_prompts(self, qkv: Tensor, prompts: Prompts) -> Tensor:
-        width = qkv.shape[2]
-        columns = torch.arange(prompts.longest, device=qkv.device)
+    def of_prompts(self, query: Tensor, key: Tensor, value: Tensor, prompts: Prompts) -> Tensor:
+        columns, extra = torch.arange(prompts.longest, device=query.device), len(query) - prompts.tokens
         first, end = prompts.starts[:-1, None], prompts.starts[1:, None]
-        source = first + columns  # [sequences, longest]: padded on the right
-        padded = qkv[source.clamp(max=len(qkv) - 1)].permute(3, 0, 2, 1, 4)  # [m + 2, sequences, g, longest, d]
-        query = padded[:-2].permute(1, 2, 0, 3, 4).flatten(1, 2)  # [sequences, g * m, longest, d]
-        attended = functional.scaled_dot_product_attention(
-            query, padded[-2], padded[-1], is_causal=True, enable_gqa=width > 3
-        )
-        packed = attended.transpose(1, 2)[source < end].flatten(1)
-        extra = len(qkv) - prompts.tokens
+        is_real = first + columns < end  # [sequences, longest]
+        source = (first + columns).minimum(end - 1)  # padded on the right, with each prompt's own last token
+        query, key, value = (states[source].transpose(1, 2) for states in (query, key, value))
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        packed = attended.transpose(1, 2)[is_real].flatten(1)
         return functional.pad(packed, (0, 0, 0, extra)) if extra else packed
 
     def of_rows(self, query: Tensor, cache: Tensor, rows: Rows) -> Tensor:
@@ -96,8 +92,7 @@ class Products:
 
 
 class _Flash:
-    def of_prompts(self, qkv: Tensor, prompts: Prompts) -> Tensor:
-        query, key, value = qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2], qkv[:, :, -1]
+    def of_prompts(self, query: Tensor, key: Tensor, value: Tensor, prompts: Prompts) -> Tensor:
         longest, starts = prompts.longest, prompts.starts
         attended = torch.ops.aten._flash_attention_forward(
             query, key, value, starts, starts, longest, longest, 0.0, True, False

@@ -10,6 +10,7 @@ from trainer.plan.holdings import ENGINE, EngineBytes, Holding
 from trainer.plan.layout import ITEM_BYTES
 
 MOST_ROWS = 1024  # at once; a decoding step with more is bound by arithmetic, so that more rows gain nothing
+INVARIANT_ROWS = 64  # at once under rollout.batch_invariant, however many there are
 _PRODUCT_PAGE_TOKENS = 16
 _FLASH_PAGE_TOKENS = 256
 _STATE_COLUMNS = 5
@@ -61,7 +62,7 @@ def of_run(config: Config) -> KvCache:
         model,
         row_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         response_tokens=rollout.max_new_tokens,
-        rows=min(max(1, largest_call), MOST_ROWS),
+        rows=INVARIANT_ROWS if rollout.batch_invariant else min(max(1, largest_call), MOST_ROWS),
         page_tokens=page_tokens(
             cuda=config.platform.name == "cuda",
             dtype=model.dtype,

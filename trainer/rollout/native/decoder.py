@@ -64,7 +64,7 @@ class Decoder:
 
     def rotary_table(self, length: int) -> Tensor:
         """[2, length, 1, 1, d]: cosines and sines of the positions, rounded to the model's dtype as Megatron does it;
-        the sines of the first half of a head are negated, see :func:`trainer.rollout.native.pieces.rotate`."""
+        the sines of the first half of a head are negated, see :func:`trainer.rollout.native.pieces.place`."""
         frequencies = self._gpts[0].rotary_pos_emb.inv_freq
         angles = torch.outer(torch.arange(length, device=frequencies.device, dtype=torch.float32), frequencies)
         table = torch.stack([torch.cat([angles.cos()] * 2, dim=-1), torch.cat([-angles.sin(), angles.sin()], dim=-1)])
@@ -151,12 +151,11 @@ class _Layer:
         if self._has_qk_norm:
             for heads, norm in ((qkv[:, :, :-2], own.q_layernorm), (qkv[:, :, -2], own.k_layernorm)):
                 heads.copy_(self._pieces.norm(heads, norm.weight, self._eps))
-        self._pieces.rotate(qkv[:, :, :-1], step.cos, step.sin)
-        cache.flatten(0, 1).index_copy_(0, step.places, qkv[:, :, -2:])
+        query, key, value = self._pieces.place(qkv, step.cos, step.sin, cache.flatten(0, 1), step.places)
         if isinstance(step.attends_to, Prompts):
-            attended = self._core.of_prompts(qkv, step.attends_to)
+            attended = self._core.of_prompts(query, key, value, step.attends_to)
         else:
-            attended = self._core.of_rows(qkv[:, :, :-2].flatten(1, 2), cache, step.attends_to)
+            attended = self._core.of_rows(query, cache, step.attends_to)
         return _summed(functional.linear(attended, own.linear_proj.weight))
 
 

@@ -29,11 +29,11 @@ from trainer.rollout.native.cache import KvCache
 from trainer.rollout.native.decoder import Decoder
 from trainer.rollout.native.graphs import GRAPHS, Graphs, padded_rows
 from trainer.rollout.native.lockstep import Lockstep
-from trainer.rollout.native.pieces import PLAIN, compiled
+from trainer.rollout.native.pieces import ALIVE, COLUMN, PLAIN, compiled
 from trainer.rollout.native.results import Results
 from trainer.rollout.native.sampling import Sampling
 from trainer.rollout.native.scheduler import Running, Scheduler
-from trainer.rollout.native.slots import ALIVE, COLUMN, Slots
+from trainer.rollout.native.slots import Slots
 from trainer.rollout.stops import StopStrings
 from trainer.tasks.tokenizer import vocabulary_size
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 KV = "engine/kv"
 _PROMPT_TOKENS = 8192  # of one pass over prompts
+_INVARIANT_PROMPT_TOKENS = 2048  # of every pass, under rollout.batch_invariant
 _STEPS = 16  # of a GPU between two looks at which rows have ended; a CPU looks after each
 
 
@@ -83,7 +84,14 @@ class NativeEngine:
         kv_shape = (model.kv_heads // config.tensor_model_parallel_size, model.head_dim)
         is_stop = torch.isin(torch.arange(vocab_size), torch.tensor(self._ends)).to(device)
         with saver.region(KV, backup=False):
-            self._slots = Slots(cache, decoder, pieces=pieces, kv_shape=kv_shape, is_stop=is_stop)
+            self._slots = Slots(
+                cache,
+                decoder,
+                pieces=pieces,
+                kv_shape=kv_shape,
+                is_stop=is_stop,
+                is_fixed=rollout.batch_invariant,
+            )
         self._is_ready = False
 
     # ---- sleep and wake-up -----------------------------------------------------------------------------------------
@@ -184,12 +192,15 @@ class NativeEngine:
 
     def _advance(self, scheduler: Scheduler, results: Results, *, seed: int, sampling: Sampling) -> bool:
         """Let rows enter, decode a few steps, let rows leave -> whether any rank is not done."""
-        prompts, entries = scheduler.enter(most_tokens=_PROMPT_TOKENS)
+        is_fixed = self._rollout.batch_invariant
+        most = max(_INVARIANT_PROMPT_TOKENS, self._rollout.max_prompt_tokens) if is_fixed else _PROMPT_TOKENS
+        prompts, entries = scheduler.enter(most_tokens=most)
         tokens, is_busy = self._lockstep.most(sum(map(len, prompts)), int(bool(scheduler.running)))
         if not is_busy:
             return False
         if tokens:
-            self._slots.enter(prompts, entries, seed=seed, sampling=sampling, pad_to=tokens)
+            pad_to = most if is_fixed else tokens
+            self._slots.enter(prompts, entries, seed=seed, sampling=sampling, pad_to=pad_to)
             self._collect(scheduler, results)
         rows = list(scheduler.running.values())[: self._most_rows]
         count, steps = self._lockstep.most(len(rows), min(self._steps, scheduler.steps_left))
@@ -199,7 +210,9 @@ class NativeEngine:
         return True
 
     def _decode(self, rows: list[Running], *, count: int, steps: int, sampling: Sampling) -> None:
-        """Some tokens more for ``rows``, in a batch of ``count``."""
+        """Some tokens more for ``rows``, in a batch of ``count`` at least."""
+        is_fixed = self._rollout.batch_invariant
+        count = self._cache.rows if is_fixed else count
         if self._graphs is not None:
             count = padded_rows(count, most=self._cache.rows)
             if (count, sampling) not in self._graphs and not self._has_captured(count, sampling):
@@ -210,7 +223,8 @@ class NativeEngine:
         self._fill_batch(rows, count)
         longest = max((row.prompt_tokens + row.drawn for row in rows), default=1)
         for step in range(steps):
-            self._slots.decode(count, sampling=sampling, longest=longest + step, has_fixed_shapes=False)
+            longest_now = self._cache.row_tokens if is_fixed else longest + step
+            self._slots.decode(count, sampling=sampling, longest=longest_now, has_fixed_shapes=is_fixed)
 
     def _has_captured(self, count: int, sampling: Sampling) -> bool:
         """Whether there was room for a graph of ``count`` rows; if not, fewer are decoded at once from now on."""

@@ -16,12 +16,9 @@ from trainer.megatron.groups import pipeline_group
 from trainer.rollout.native.attention import Prompts, Rows
 from trainer.rollout.native.cache import KvCache
 from trainer.rollout.native.decoder import Decoder, Pass
-from trainer.rollout.native.pieces import Pieces
+from trainer.rollout.native.pieces import COLUMN, TOKEN, Pieces
 from trainer.rollout.native.sampling import Drawn, Sampling, uniforms
 
-# Columns of Slots.state. TOKEN is the newest one, whose keys and values are not in the cache yet, and POSITION its
-# place in the row; COLUMN is the number of tokens drawn, LIMIT the most that may be; ALIVE is 1 until the last one.
-TOKEN, POSITION, COLUMN, LIMIT, ALIVE = range(5)
 _SCRATCH_PAGE = 0
 
 
@@ -41,17 +38,25 @@ class Slots:
     """``cache.rows`` slots, and one more for rows that only fill up a batch."""
 
     def __init__(
-        self, cache: KvCache, decoder: Decoder, *, pieces: Pieces, kv_shape: tuple[int, int], is_stop: Tensor
+        self,
+        cache: KvCache,
+        decoder: Decoder,
+        *,
+        pieces: Pieces,
+        kv_shape: tuple[int, int],
+        is_stop: Tensor,
+        is_fixed: bool,
     ) -> None:
         """Build it inside the region.
 
         Args:
             kv_shape: key-value heads of this rank, and elements of one.
             is_stop: [vocab_size] bool, tokens that end a response; it does not sleep.
+            is_fixed: no shape depends on which rows there are, and so no bit of a row on the others.
         """
         slots, device = cache.rows + 1, torch.cuda.current_device()
         self._cache_plan, self._decoder, self._pieces = cache, decoder, pieces
-        self.spare = cache.rows
+        self._is_fixed, self.spare = is_fixed, cache.rows
         self.state = torch.zeros(slots, 5, dtype=torch.int64, device=device)
         self.pages = torch.zeros(slots, cache.pages_per_row, dtype=torch.int32, device=device)
         self.batch = torch.zeros(slots, dtype=torch.int64, device=device)  # the rows of a step, see decode
@@ -92,13 +97,16 @@ class Slots:
         self._copy_last_pages(entries, first, lengths)
         slots = torch.tensor([entry.slot for entry in entries]).to(device)
         state = torch.tensor([[0, lengths[entry.prompt] - 1, 0, entry.limit, 1] for entry in entries])
-        self.state[slots] = state.to(device)
+        state = state.to(device)
+        self.state[slots] = state
         self.pages[slots] = self._page_table([entry.pages for entry in entries]).to(device)
         numbers = torch.tensor([entry.number for entry in entries]).to(device)
         self._uniforms[slots] = uniforms(seed, numbers, columns=self._cache_plan.response_tokens)
         last = torch.tensor(lengths).cumsum(0) - 1
+        if self._is_fixed:
+            last = torch.cat([last, last.new_zeros(self._cache_plan.rows - len(last))])
         of_entry = torch.tensor([entry.prompt for entry in entries])
-        self._draw(slots, hidden, sampling, last=last.to(device), of_row=of_entry.to(device))
+        self._draw(slots, state, hidden, sampling, last=last.to(device), of_row=of_entry.to(device))
 
     def _pass_over(self, tokens: Tensor, lengths: Sequence[int], pages: list[list[int]], *, pad_to: int) -> Tensor:
         """Hidden states of the packed prompts, whose keys and values go to ``pages``."""
@@ -117,11 +125,17 @@ class Slots:
                 cos=self._rotary[0][position],
                 sin=self._rotary[1][position],
                 places=places,
-                attends_to=Prompts(starts.int().to(device), max(lengths, default=0), int(starts[-1])),
-                has_fixed_shapes=False,
+                attends_to=Prompts(starts.int().to(device), self._longest_of(lengths), int(starts[-1])),
+                has_fixed_shapes=self._is_fixed,
             ),
             self._cache,
         )
+
+    def _longest_of(self, lengths: Sequence[int]) -> int:
+        """Columns of the prompts where they are padded."""
+        if self._is_fixed:
+            return self._cache_plan.row_tokens - self._cache_plan.response_tokens
+        return max(lengths, default=0)
 
     def _page_table(self, pages: list[list[int]]) -> Tensor:
         """[rows, pages per row] int32, on the host."""
@@ -152,55 +166,39 @@ class Slots:
             longest: no row has more keys than this, its new token included.
         """
         slots = self.batch[:rows]
-        state, pages, page_tokens = self.state[slots], self.pages[slots], self._cache_plan.page_tokens
-        position = state[:, POSITION]
-        page = pages.gather(1, (position // page_tokens)[:, None]).squeeze(1)
-        hidden = self._decoder.hidden(
-            state[:, TOKEN],
-            Pass(
-                cos=self._rotary[0][position],
-                sin=self._rotary[1][position],
-                places=page * page_tokens + position % page_tokens,
-                attends_to=Rows(pages, (position + 1).int(), longest),
-                has_fixed_shapes=has_fixed_shapes,
-            ),
-            self._cache,
+        own, pages, places, cos, sin, keys = self._pieces.begin(
+            slots, self.state, self.pages, self._rotary, self._cache_plan.page_tokens
         )
-        self._draw(slots, hidden, sampling)
+        step = Pass(cos, sin, places, Rows(pages, keys, longest), has_fixed_shapes)
+        hidden = self._decoder.hidden(own[:, TOKEN], step, self._cache)
+        self._draw(slots, own, hidden, sampling)
 
     def _draw(
         self,
         slots: Tensor,
+        own: Tensor,
         hidden: Tensor,
         sampling: Sampling,
         *,
         last: Tensor | None = None,
         of_row: Tensor | None = None,
     ) -> None:
-        """Draw a token for each row and take note of it. ``last``: [prompts], the hidden states that matter;
-        ``of_row``: [n], which of these is a row's. None: one for each row."""
-        state = self.state[slots]
+        """Draw a token for each row, whose state is ``own`` [n, 5], and take note of it.
+
+        Args:
+            last: [prompts], which of the hidden states matter; None: one for each row.
+            of_row: [n], which of these is a row's.
+        """
         drawn = None
         if self._decoder.is_last:
             logits = self._decoder.logits(hidden if last is None else hidden[last])
             # Rows of one prompt share its logits; without such rows there is nothing to copy.
-            if of_row is not None and len(of_row) > len(logits):
+            if of_row is not None and len(of_row) != len(logits):
                 logits = logits[of_row]
-            own = self._uniforms[slots, state[:, COLUMN].clamp(max=self._uniforms.shape[1] - 1)]
-            drawn = self._pieces.draw(logits, own, sampling)
-        self._note(slots, state, _of_last_stage(drawn, rows=len(slots), device=state.device))
-
-    def _note(self, slots: Tensor, state: Tensor, drawn: Drawn) -> None:
-        """Write the drawn tokens of rows that are alive, and end those that a stop token or the limit ends."""
-        alive, column = state[:, ALIVE], state[:, COLUMN]
-        is_alive = alive.bool()
-        target = column.where(is_alive, self._cache_plan.response_tokens)
-        self.tokens[slots, target] = drawn.tokens
-        self.log_probs[slots, target] = torch.stack([drawn.log_probs, drawn.drawn_log_probs], dim=1)
-        ends = self._is_stop[drawn.tokens] | (column + 1 >= state[:, LIMIT])
-        token = drawn.tokens.where(is_alive, state[:, TOKEN])
-        columns = [token, state[:, POSITION] + alive, column + alive, state[:, LIMIT], alive.where(~ends, 0)]
-        self.state[slots] = torch.stack(columns, dim=1)
+            uniform = self._uniforms[slots, own[:, COLUMN].clamp(max=self._uniforms.shape[1] - 1)]
+            drawn = self._pieces.draw(logits, uniform, sampling)
+        drawn = _of_last_stage(drawn, rows=len(slots), device=own.device)
+        self._pieces.note(slots, own, drawn, self.state, self.tokens, self.log_probs, self._is_stop)
 
 
 def _of_last_stage(drawn: Drawn | None, *, rows: int, device: torch.device) -> Drawn:
