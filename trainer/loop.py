@@ -21,6 +21,7 @@ from trainer.algo.estimators import AdvantageEstimator
 from trainer.algo.kl import next_kl_coef
 from trainer.checkpoint.state import Checkpoints
 from trainer.common.seeds import seed_for
+from trainer.config.roles import optimizer_steps, trained_roles
 from trainer.config.schema import AlgoConfig, Config
 from trainer.data.batch import Experience
 from trainer.data.prompts import Prompts
@@ -41,20 +42,40 @@ from trainer.training.micro_batches import Split
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop works with; built by the worker, all of it on every rank, models asleep. Without a critic: None."""
+    """What the loop works with; built by the worker, all of it on every rank, models asleep."""
 
     config: Config
     prompts: Prompts
     estimator: AdvantageEstimator
-    actor: Role
-    critic: Role | None
+    roles: Mapping[str, Role]
     engine: RolloutEngine
     phases: Phases
     vocab_size: int
 
     @property
-    def roles(self) -> dict[str, Role]:
-        return {role.name: role for role in (self.actor, self.critic) if role is not None}
+    def actor(self) -> Role:
+        return self.roles["actor"]
+
+    @property
+    def critic(self) -> Role | None:
+        return self.roles.get("critic")
+
+    @property
+    def learners(self) -> dict[str, Role]:
+        """The roles that are trained."""
+        return {name: role for name, role in self.roles.items() if role.spec.is_trained}
+
+    @property
+    def judges(self) -> dict[str, Role]:
+        """Phase -> the role that says in it what responses are paid."""
+        return {f"{name}_scores": role for name, role in self.roles.items() if role.spec.is_judge}
+
+    @property
+    def scoring_phases(self) -> dict[str, str]:
+        """Phase of a forward pass over a step's responses -> the role whose pass it is."""
+        critics = {"values": self.critic.name} if self.critic else {}
+        judges = {phase: role.name for phase, role in self.judges.items()}
+        return {**judges, "ref_log_probs": self.actor.name, "log_probs": self.actor.name, **critics}
 
 
 @dataclass(frozen=True)
@@ -77,7 +98,7 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
     A job that saves checkpoints ends after the step in which it was asked to stop.
     """
     settings, phases = run.config.algo, run.phases
-    resumed = checkpoints.restore(run.roles) if checkpoints else None
+    resumed = checkpoints.restore(run.learners) if checkpoints else None
     if resumed is None:
         warm_up(run, outputs)
     schedules = _schedules(run)
@@ -143,12 +164,13 @@ def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: fl
     experience = collect(run, number, kl_coef=kl_coef)
     learnt = learn(run, experience, number, schedules=schedules, kl_coef=kl_coef)
     with run.phases.phase("report", step=number):
-        run.phases.rate_with(throughput.of_step(run.config, experience, vocab_size=run.vocab_size).rates)
+        work = throughput.of_step(run.config, experience, vocab_size=run.vocab_size, scoring=run.scoring_phases)
+        run.phases.rate_with(work.rates)
         return {
             **metrics.of_rollout(experience),
             **learnt,
             "kl_coef": kl_coef,
-            **{f"{name}/lr": optimizer.learning_rate(role.optimizer) for name, role in run.roles.items()},
+            **{f"{name}/lr": optimizer.learning_rate(role.optimizer) for name, role in run.learners.items()},
         }
 
 
@@ -169,8 +191,11 @@ def collect(run: Run, number: int, *, kl_coef: float) -> Experience:
             responses = run.engine.generate(run.prompts.encode(examples), seed=seed, numbers=numbers)
         if config.parallel.model_ranks > 1:
             responses = agreed_responses(responses)
-        scores = run.prompts.scores(responses.texts, examples)
+        scores = [0.0] * len(examples) if run.judges else run.prompts.scores(responses.texts, examples)
         drawn = rollout_batch(responses, scores=scores, weights_step=number - 1)
+    for phase, judge in run.judges.items():
+        with phases.phase(phase, step=number), judge.awake(kinds=FORWARD):
+            drawn = drawn.paid(step.final_values(judge, drawn, split=split))
     with phases.phase("ref_log_probs", step=number), actor.awake(kinds=FORWARD, tag="ref"):
         ref_log_probs, _ = step.log_probs(actor, drawn, **scoring)
     with phases.phase("log_probs", step=number), actor.awake(kinds=FORWARD):
@@ -233,12 +258,10 @@ def _train(
 
 
 def _schedules(run: Run) -> dict[str, Any]:
-    settings = run.config.algo
-    per_step = settings.epochs * settings.minibatches
-    steps = {"actor": settings.num_steps - settings.critic_warmup_steps, "critic": settings.num_steps}
+    config = run.config
     return {
-        name: optimizer.build_scheduler(role.optimizer, role.config, total_steps=per_step * steps[name])
-        for name, role in run.roles.items()
+        name: optimizer.build_scheduler(run.roles[name].optimizer, trained, total_steps=optimizer_steps(config, name))
+        for name, trained in trained_roles(config).items()
     }
 
 
@@ -273,7 +296,9 @@ def _checkpoint(
         return False
     schedule_steps = {name: schedule.num_steps for name, schedule in schedules.items()}
     with run.phases.phase("checkpoint", step=record["step"]):
-        checkpoints.save(run.roles, step=record["step"], kl_coef=kl_coef, schedule_steps=schedule_steps, record=record)
+        checkpoints.save(
+            run.learners, step=record["step"], kl_coef=kl_coef, schedule_steps=schedule_steps, record=record
+        )
     return stops
 
 

@@ -15,6 +15,7 @@ from torch import distributed
 from trainer.checkpoint import folder
 from trainer.config.identity import to_plain
 from trainer.config.pieces import make_estimator, make_task
+from trainer.config.roles import role_specs
 from trainer.config.schema import Config
 from trainer.megatron import platform
 from trainer.plan import make_plan
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from trainer.data.selection import Selection
     from trainer.loop import Run as LoopRun
     from trainer.measure.phases import Phases
+    from trainer.roles.role import Role
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,7 @@ def run(job: Job) -> dict[str, Any]:
             f"kernels: {_of_roles(job.config, 'kernels')}; core attention: {_of_roles(job.config, 'attention_backend')}"
         )
         for name, path in starting_points(job.config).items() if done is None else ():
-            head = "; its value head is new" if name == "critic" else ""
-            note(f"the {name} starts from {path}{head}")
+            note(f"the {name} starts from {path}{_head(parts.roles[name], path)}")
         traces = StepTraces(job.config.diagnostics.profile_steps, job.directory / FOLDER, note=note)
         outputs = replace(outputs, traces=traces)
         checkpoints = Checkpoints(
@@ -129,9 +130,17 @@ def export(parts: LoopRun, folder: Path | None) -> None:
         deque(weights, maxlen=0)
 
 
+def _head(role: Role, folder: str) -> str:
+    from trainer.models.hf_bridge import has_value_head
+    from trainer.models.hf_files import SafetensorsFolder
+
+    is_new = role.spec.has_value_head and not has_value_head(SafetensorsFolder(Path(folder)))
+    return "; its value head is new" if is_new else ""
+
+
 def starting_points(config: Config) -> dict[str, str]:
     """Role -> the model folder whose weights it starts from; not a critic that is to get the warmed-up actor's."""
-    paths = {name: role.model.path for name, role in config.roles.items()}
+    paths = {name: spec.folder for name, spec in role_specs(config).items()}
     if config.critic_starts_from_actor:
         del paths["critic"]
     return {name: path for name, path in paths.items() if path is not None}
@@ -159,6 +168,20 @@ def _discard(_: Any) -> None:
     pass
 
 
+def _load(role: Role, folder: Path) -> None:
+    """Give a role the weights of a model folder."""
+    from trainer.models.hf_bridge import from_hf, has_value_head
+    from trainer.models.hf_files import SafetensorsFolder
+
+    state = SafetensorsFolder(folder)
+    if role.spec.is_judge and not has_value_head(state):
+        raise ValueError(
+            f"roles.{role.name}.model.path={folder} has no value head (score.weight, as a sequence classifier with one "
+            "label has it), and the role is not trained: give the folder of a reward model"
+        )
+    role.load_whole_weights(from_hf(state, model=role.config.model, value_head=role.spec.has_value_head))
+
+
 def build(config: Config, phases: Phases, *, selection: Selection | None = None) -> LoopRun:
     """Task, tokenizer, roles and engine of one run, all asleep; the process groups must exist.
 
@@ -171,8 +194,6 @@ def build(config: Config, phases: Phases, *, selection: Selection | None = None)
     from trainer.megatron.groups import pipeline_rank
     from trainer.memory.arena import HostArenas
     from trainer.memory.saver import make_saver
-    from trainer.models.hf_bridge import from_hf
-    from trainer.models.hf_files import SafetensorsFolder
     from trainer.roles.role import Role
     from trainer.tasks.tokenizer import load_tokenizer, vocabulary_size
 
@@ -199,16 +220,14 @@ def build(config: Config, phases: Phases, *, selection: Selection | None = None)
             arenas=arenas,
         )
         if name in paths:
-            state = SafetensorsFolder(Path(paths[name]))
-            roles[name].load_whole_weights(from_hf(state, model=roles[name].config.model, value_head=name == "critic"))
+            _load(roles[name], Path(paths[name]))
         roles[name].sleep()  # before the next one is built, so that one at a time has to fit
     engine = make_engine(config, actor=roles["actor"], tokenizer=tokenizer, saver=saver, observer=phases.observe)
     return Run(
         config=config,
         prompts=prompts,
         estimator=make_estimator(config),
-        actor=roles["actor"],
-        critic=roles.get("critic"),
+        roles=roles,
         engine=engine,
         phases=phases,
         vocab_size=vocab_size,

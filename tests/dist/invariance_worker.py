@@ -81,9 +81,9 @@ def _critic_flag_forced() -> Iterator[None]:
 
     original = role.wrap_ddp
 
-    def force(gpt: Any, ddp: Any, *, disable_param_backup: bool, owner: Any) -> Any:
+    def force(gpt: Any, ddp: Any, *, disable_param_backup: bool, **others: Any) -> Any:
         has_value_head = type(gpt.output_layer).__name__ == "ValueHead"
-        return original(gpt, ddp, disable_param_backup=disable_param_backup or has_value_head, owner=owner)
+        return original(gpt, ddp, disable_param_backup=disable_param_backup or has_value_head, **others)
 
     with mock.patch.object(role, "wrap_ddp", force):
         yield

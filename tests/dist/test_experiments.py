@@ -16,7 +16,8 @@ from tests.unit.test_config import CONF, GROUPS
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
 
-EXPERIMENTS = [name for name in GROUPS["experiment"] if name not in ("none", "smollm2")]  # that: test_smollm2.py
+ELSEWHERE = ("none", "smollm2", "reward_model")  # tests/dist/test_smollm2.py, tests/unit/test_reward_model.py
+EXPERIMENTS = [name for name in GROUPS["experiment"] if name not in ELSEWHERE]
 BROKEN = """
 from dataclasses import dataclass
 from trainer.algo.estimators import AdvantageEstimator, Estimate

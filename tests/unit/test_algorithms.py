@@ -53,7 +53,7 @@ def test_the_users_choice_wins_over_the_algorithms():
         (["optimizer.lr_schedule=wsd"], "lr_wsd_decay_steps=null with lr_schedule=wsd", []),
         (
             ["optimizer.lr_schedule=wsd", "optimizer.lr_warmup_steps=20", "optimizer.lr_wsd_decay_steps=41"],
-            "of 60 optimizer steps (60 times algo.epochs * algo.minibatches = 1) 20 warm up. Use a number up to 40",
+            "that trains the actor) 20 warm up. Use a number up to 40",
             ["optimizer.lr_wsd_decay_steps=8"],
         ),
         (["advantages._target_=nowhere.Mine"], "advantages._target_=nowhere.Mine cannot be imported", []),

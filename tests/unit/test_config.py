@@ -18,7 +18,7 @@ import conf
 from tests.composing import composed, config_of
 from trainer.config import compose as configuration
 from trainer.config.identity import config_hash, to_plain
-from trainer.config.schema import Config
+from trainer.config.schema import Config, MemoryConfig
 
 CONF = Path(conf.__path__[0])
 GROUPS = {path.name: sorted(option.stem for option in path.glob("*.yaml")) for path in CONF.iterdir() if path.is_dir()}
@@ -34,12 +34,18 @@ NEEDS = {
     ("memory", "disk"): [f"memory.disk.path={CONF}"],
     **{("advantages", name): [f"algo={name}"] for name in ("grpo", "rloo", "reinforce_pp")},
     ("experiment", "smollm2"): ["model.path={checkpoint}"],
+    ("experiment", "reward_model"): ["roles.reward.model.path={checkpoint}"],
+    ("role", "reward"): [
+        *("+model@roles.reward.model=hf", "roles.reward.model.path={checkpoint}"),
+        "+memory.reward={{restore_params_from: saver, restore_grads_from: none, optim_keeper: none}}",
+    ],
 }
 ROLE_OPTIONS = {
     ("model", "shared"): "model@roles.actor.model=shared",
     ("optimizer", "shared"): "optimizer@roles.actor.optimizer=shared",
     ("role", "actor"): "role@roles.actor=actor",
     ("role", "critic"): "role@roles.critic=critic",
+    ("role", "reward"): "+role@roles.reward=reward",
 }
 
 
@@ -92,13 +98,14 @@ def test_every_option_validates_and_its_values_arrive(group, option, jsonl, tmp_
     needs = [need.format(jsonl=jsonl, checkpoint=tmp_path) for need in NEEDS.get((group, option), [])]
     config = config_of(override, *needs)
 
-    assert choices_of(override)[override.partition("=")[0]] == option
+    setting = override.removeprefix("+").partition("=")[0]
+    assert choices_of(override)[setting] == option
     loaded = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"))
     content = {path: value for path, value in leaves(loaded) if path}
     content.pop("defaults", None)
     content = {path: value for path, value in content.items() if not path.startswith("hydra.")}
     if group not in ("debug", "experiment"):  # whose package is the whole config
-        package = override.partition("=")[0].partition("@")[2] or group
+        package = setting.partition("@")[2] or group
         content = {f"{package}.{path}": value for path, value in content.items()}
     found = dict(leaves(to_plain(config)))
     for path, value in content.items():
@@ -115,7 +122,7 @@ def test_what_an_experiment_or_algorithm_chooses_is_chosen(group, name):
     for entry in content.get("defaults", []):
         if isinstance(entry, dict):
             for key, value in entry.items():
-                choice, _, package = key.removeprefix("override /").partition("@_global_.")
+                choice, _, package = key.removeprefix("override ").removeprefix("/").partition("@_global_.")
                 wanted[f"{choice}@{package}" if package not in ("", choice) else choice] = value
     chosen = choices_of(f"{group}={name}")
     assert {key: chosen[key] for key in wanted} == wanted
@@ -134,7 +141,7 @@ def test_an_experiment_file_of_the_user_overrides_groups_of_everything(tmp_path)
     overrides = ["experiment=mine", f"hydra.searchpath=[file://{tmp_path}]"]
     chosen, config = choices_of(*overrides), config_of(*overrides)
     assert (chosen["memory"], chosen["model"], chosen["model@roles.critic.model"]) == ("rebuild", "small", "tiny")
-    assert config.memory.critic.restore_params_from == "main_params"
+    assert config.memory.roles["critic"].restore_params_from == "main_params"
     assert config.algo.num_steps == 7
     assert (config.roles["actor"].model.layers, config.roles["critic"].model.layers) == (SMALL_MODEL[0], TINY[0])
 
@@ -241,6 +248,8 @@ def test_sections_are_immutable_and_pickle():
 def flipped(config: Config, path: str) -> Config:
     """The config with the leaf at ``path`` changed to another value of its kind; nothing is validated."""
     first, _, rest = path.partition(".")
+    if isinstance(config, MemoryConfig) and first in config.roles:
+        first, rest = "roles", path
     if isinstance(config, dict):
         return {**config, first: flipped(config[first], rest) if rest else other(config[first])}
     value = getattr(config, first)

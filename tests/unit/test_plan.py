@@ -115,7 +115,7 @@ def test_every_sleeping_byte_has_a_source_in_every_valid_config(role):
         )
         changed = dataclasses.replace(
             config,
-            memory=dataclasses.replace(config.memory, **{role: restore}),
+            memory=dataclasses.replace(config.memory, roles={**config.memory.roles, role: restore}),
             roles={**config.roles, role: dataclasses.replace(config.roles[role], ddp=ddp)},
         )
         try:

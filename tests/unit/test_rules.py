@@ -62,9 +62,7 @@ def expected(*, sleeps: bool, role: str, kind: str, source: str, flag: bool | No
     if flag and not sleeps:
         return f"roles.{role}.ddp.{FLAG[kind]}=true with offload=none: nothing sleeps"
     if source == "backuper" and role == "critic":
-        return (
-            "memory.critic.restore_params_from=backuper: only the actor has a weights backuper.*=saver .*=main_params"
-        )
+        return "memory.critic.restore_params_from=backuper: the critic has no weights backuper.*=saver .*=main_params"
     if not sleeps:
         return "unset"
     if source == "saver":

@@ -54,7 +54,12 @@ def test_the_head_meets_every_token_of_values_and_the_responses_alone_of_log_pro
 def test_the_work_of_a_step_counts_real_tokens():
     config = small_config("algo.epochs=2")
     batch = make_batch([1, 5], prompt=3)  # lengths 4 and 8
-    work = throughput.of_step(config, batch, vocab_size=100)
+    work = throughput.of_step(
+        config,
+        batch,
+        vocab_size=100,
+        scoring={"ref_log_probs": "actor", "log_probs": "actor", "values": "critic"},
+    )
     model = config.roles["actor"].model
     flops = {
         role: forward_flops(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import List  # noqa: UP035  (omegaconf reads these annotations)
 
-from trainer.config.schema import Config, Section
+from trainer.config.schema import ComposedConfig, Config, Section
 
 
 @dataclass
@@ -22,7 +22,7 @@ class BenchConfig(Section):
 
 
 @dataclass
-class BenchRoot(Config):
+class BenchRoot(ComposedConfig):
     """The schema of ``conf/bench.yaml``."""
 
     bench: BenchConfig

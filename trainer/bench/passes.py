@@ -22,7 +22,7 @@ from trainer.bench.bars import Bar, bars_table, ratio_bar, share_bar
 from trainer.bench.launching import config_of, run_job, run_workers
 from trainer.bench.passes_worker import PassesJob, parse_shape, run_passes
 from trainer.config import compose as configuration
-from trainer.config.schema import Config, Section
+from trainer.config.schema import ComposedConfig, Config, Section
 from trainer.report.tables import Table, text
 
 RESULT_FILE = "passes.json"
@@ -47,7 +47,7 @@ class BenchPassesConfig(Section):
 
 
 @dataclass
-class BenchPassesRoot(Config):
+class BenchPassesRoot(ComposedConfig):
     """The schema of ``conf/bench_passes.yaml``."""
 
     bench: BenchPassesConfig

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from trainer.config.roles import role_spec, trained_role
 from trainer.config.schema import Config
 from trainer.megatron import optimizer as optimizers
 from trainer.megatron.build import build_chunks, drop_caches, move_rest, named_tensors, wrap_ddp
@@ -42,17 +43,18 @@ class _Peer:
     optimizer: Any
 
     def __init__(self, name: str, config: Config, *, parts: Parts, owner: AbstractContextManager[None]) -> None:
-        self.name, self._config, self._parts = name, config.roles[name], parts
+        self.name, self._config, self._parts = name, trained_role(config, name), parts
         gpts = build_chunks(
             self._config.model,
             vocab_size=parts.vocab_size,
             parallel=config.parallel,
             seed=parts.seed,
-            value_head=name == "critic",
+            value_head=role_spec(config, name).has_value_head,
         )
-        flag = bool(parts.plan.row(name, "param").flag)
+        grad, param = (bool(parts.plan.row(name, kind).flag) for kind in ("grad", "param"))
         self.chunks: list[Any] = [
-            wrap_ddp(gpt, self._config.ddp, disable_param_backup=flag, owner=owner) for gpt in gpts
+            wrap_ddp(gpt, self._config.ddp, disable_grad_backup=grad, disable_param_backup=param, owner=owner)
+            for gpt in gpts
         ]
 
     def parameter_count(self) -> int:
@@ -110,7 +112,7 @@ class SlimeLike(_Peer):
             self.optimizer = optimizers.megatron_optimizer(self.chunks, self._config)
         self._has_state = False
         self._copies: dict[str, torch.Tensor] = {}
-        if name == "actor":
+        if role_spec(config, name).has_backuper:
             for key, tensor in named_tensors(self.chunks):
                 self._copies[key] = torch.empty_like(tensor, device="cpu", pin_memory=parts.arenas.pinned)
 

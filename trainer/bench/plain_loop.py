@@ -22,7 +22,8 @@ from torch.nn import functional
 from trainer.algo.log_probs import log_probs_and_entropy
 from trainer.common.seeds import seed_for
 from trainer.config.pieces import make_estimator, make_task
-from trainer.config.schema import Config, RoleConfig
+from trainer.config.roles import TrainedRole, trained_role
+from trainer.config.schema import Config
 from trainer.data.batch import Experience, Sequences
 from trainer.data.prompts import Prompts
 from trainer.measure import metrics, throughput
@@ -36,6 +37,7 @@ from trainer.training.experience import Judgement, experience_of, rollout_batch
 from trainer.training.micro_batches import Split, in_order, micro_batches
 
 Reader = Callable[[Tensor], tuple[Tensor, ...]]
+_SCORING = {"ref_log_probs": "actor", "log_probs": "actor", "values": "critic"}
 
 
 class ValueModel(nn.Module):
@@ -67,7 +69,7 @@ class PlainTrainer:
     no mask is needed.
     """
 
-    def __init__(self, model: nn.Module, role: RoleConfig, read: Reader) -> None:
+    def __init__(self, model: nn.Module, role: TrainedRole, read: Reader) -> None:
         settings, self.read, self._clip = role.optimizer, read, role.optimizer.clip_grad
         self._params = [param.requires_grad_() for param in model.parameters()]
         self._mains = [param.detach().float().clone() for param in self._params]
@@ -127,7 +129,7 @@ class PlainLoop:
         tokenizer = load_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
         self._vocab_size = vocabulary_size(tokenizer)
         self._prompts = Prompts(config, task=task, tokenizer=tokenizer)
-        actor, critic = config.roles["actor"], config.roles["critic"]
+        actor, critic = (trained_role(config, name) for name in ("actor", "critic"))
         self._engine = HfEngine(
             actor.model, config.rollout, tokenizer=tokenizer, saver=NullSaver(), observer=lambda event: None
         )
@@ -176,7 +178,8 @@ class PlainLoop:
             loss = step.policy_loss(settings, temperature=temperature, vocab_size=self._vocab_size, kl_coef=kl_coef)
             actor_sums = self._train(self._actor, batch, loss, number, split)
         with phase("report", step=number):
-            self._phases.rate_with(throughput.of_step(config, batch, vocab_size=self._vocab_size).rates)
+            work = throughput.of_step(config, batch, vocab_size=self._vocab_size, scoring=_SCORING)
+            self._phases.rate_with(work.rates)
             return {
                 **metrics.of_rollout(batch),
                 **metrics.of_critic(critic_sums),

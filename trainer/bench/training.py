@@ -25,7 +25,8 @@ from trainer.bench.training_workers import TrainingJob, run_plain, run_plain_lig
 from trainer.common.units import format_count
 from trainer.config import compose as configuration
 from trainer.config.identity import config_hash
-from trainer.config.schema import Config, Section
+from trainer.config.roles import trained_roles
+from trainer.config.schema import ComposedConfig, Config, Section
 from trainer.report.tables import UNKNOWN, Table, text
 
 RESULT_FILE, TABLE_FILE, WEIGHTS_FOLDER = "training.json", "training.md", "initial_weights"
@@ -61,7 +62,7 @@ class BenchTrainingConfig(Section):
 
 
 @dataclass
-class BenchTrainingRoot(Config):
+class BenchTrainingRoot(ComposedConfig):
     """The schema of ``conf/bench_training.yaml``."""
 
     bench: BenchTrainingConfig
@@ -83,7 +84,7 @@ def check(bench: BenchTrainingConfig, config: Config) -> None:
         raise ValueError("the plain loop has a critic: use algo=ppo")
     if not config.critic_starts_from_actor:
         raise ValueError("the plain loop's critic starts from the actor: leave roles.critic.model as the actor's")
-    for name, role in config.roles.items():
+    for name, role in trained_roles(config).items():
         if role.optimizer.lr_schedule != "constant" or role.optimizer.lr_warmup_steps:
             raise ValueError(
                 f"the plain loop has a constant learning rate: use roles.{name}.optimizer.lr_schedule=constant and "

@@ -45,7 +45,7 @@ from trainer.megatron import optimizer as optimizers
 from trainer.megatron.sharding import Share, named_tensors, sharding_of
 from trainer.roles.role import Role
 
-Roles = Mapping[str, Role]
+Roles = Mapping[str, Role]  # that are trained: others have their folder
 
 
 class Checkpoints:

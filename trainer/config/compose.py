@@ -18,16 +18,17 @@ from trainer.algo.estimators import AdvantageEstimator
 from trainer.common.imports import import_named
 from trainer.config import objectives, rules
 from trainer.config.hf_architecture import architecture_of
+from trainer.config.roles import drops_copy
 from trainer.config.rules.model import default_attention_backend, default_kernels
-from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, Config
+from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, ComposedConfig, Config, MemoryConfig, RestoreConfig
 from trainer.tasks import Task
 
 
 def register() -> None:
     """Give Hydra the schema and the resolvers that ``conf/`` uses. Safe to call again."""
-    ConfigStore.instance().store(name="schema", node=Config)
+    ConfigStore.instance().store(name="schema", node=ComposedConfig)
     for name, resolver in {
-        "no_backup": lambda offload, source: bool(offload) and source != "saver",
+        "no_backup": lambda offload, source: drops_copy(source, sleeps=bool(offload)),
         "detect_platform": _detect_platform,
         "checkpoint": lambda path, field: architecture_of(path)[field],
         "attention_backend": default_attention_backend,
@@ -65,6 +66,7 @@ def to_config(composed: DictConfig) -> Config:
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, dict)
     values["task"] = _typed_piece("task", values["task"], base=Task)
+    values["memory"] = _typed_memory(values["memory"])
     values["advantages"] = _typed_piece("advantages", values["advantages"], base=AdvantageEstimator)
     for model in (values["model"], *(role["model"] for role in values["roles"].values())):
         if model["kernels"] == "auto":
@@ -78,9 +80,10 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def _check_whole_roles(composed: DictConfig) -> None:
-    """A role comes from three groups; with only some of them, omegaconf's errors would speak of missing values."""
+    """A role comes from three groups, or two if it is not trained; with only some of them, omegaconf's errors would
+    speak of missing values."""
     for role in composed.roles:
-        groups = {"role": "ddp", "model": "model", "optimizer": "optimizer"}
+        groups = {"role": "head", "model": "model", "optimizer": "optimizer"}
         whole = f"role@roles.{role}={role} model@roles.{role}.model=shared optimizer@roles.{role}.optimizer=shared"
         missing = [group for group, key in groups.items() if _is_empty(composed.roles[role], key)]
         if missing:
@@ -91,8 +94,10 @@ def _check_whole_roles(composed: DictConfig) -> None:
 
 
 def _is_empty(role: DictConfig, key: str) -> bool:
-    """Whether all values of a role's section are still missing."""
-    return OmegaConf.is_missing(role, key) or all(OmegaConf.is_missing(role[key], name) for name in role[key])
+    """Whether a role's setting, or all values of its section, are still missing."""
+    if OmegaConf.is_missing(role, key) or not isinstance(role[key], DictConfig):
+        return OmegaConf.is_missing(role, key)
+    return all(OmegaConf.is_missing(role[key], name) for name in role[key])
 
 
 def _check_model_folders(composed: DictConfig) -> None:
@@ -127,9 +132,20 @@ def _typed_piece(section: str, given: dict[str, Any], *, base: type) -> dict[str
     return {"_target_": target, **typed[section]}
 
 
+def _typed_memory(given: dict[str, Any]) -> dict[str, Any]:
+    """The section ``memory`` as :class:`MemoryConfig` has it: what is no setting of the section is a role's."""
+    settings = {field.name for field in dataclasses.fields(MemoryConfig)} - {"roles"}
+    roles = {key: value for key, value in given.items() if key not in settings}
+    schema = OmegaConf.create({"memory": {role: OmegaConf.structured(RestoreConfig) for role in roles}})
+    restore = OmegaConf.to_container(OmegaConf.merge(schema, {"memory": roles}), throw_on_missing=True)
+    assert isinstance(restore, dict)
+    return {**{key: given[key] for key in given.keys() & settings}, "roles": restore["memory"]}
+
+
 def _explicit_flags(composed: DictConfig) -> Iterable[tuple[str, str]]:
     """The (role, flag) pairs whose node is no interpolation any more: the user set them."""
-    for role, node in composed.roles.items():
+    trained = {str(role): node for role, node in composed.roles.items() if node.ddp is not None}
+    for role, node in trained.items():
         for flag in (PARAM_FLAG, GRAD_FLAG):
             if not OmegaConf.is_interpolation(node.ddp, flag):
-                yield str(role), flag
+                yield role, flag

@@ -8,7 +8,7 @@ import re
 import typing
 from collections.abc import Iterator
 
-from trainer.config.schema import Config, RoleConfig
+from trainer.config.schema import Config, RestoreConfig, RoleConfig
 
 _BACKUPER = (
     "there is no switch for the weights backuper any more: which copies exist follows from the memory policy. "
@@ -88,18 +88,20 @@ def _similarity(left: str, right: str) -> float:
 
 
 def known_keys() -> Iterator[str]:
-    """Every dotted key of the schema, those of both roles included."""
+    """Every dotted key of the schema, those of the usual roles included."""
     yield from _fields(Config, "")
     for role in ("actor", "critic"):
         yield from _fields(RoleConfig, f"roles.{role}.")
+        yield from _fields(RestoreConfig, f"memory.{role}.")
 
 
 def _fields(section: type, prefix: str) -> Iterator[str]:
     types = typing.get_type_hints(section)
     for field in dataclasses.fields(section):
         yield f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(types[field.name]):
-            yield from _fields(types[field.name], f"{prefix}{field.name}.")
+        for section in (types[field.name], *typing.get_args(types[field.name])):  # a section that may be null, too
+            if dataclasses.is_dataclass(section) and typing.get_origin(types[field.name]) is not dict:
+                yield from _fields(section, f"{prefix}{field.name}.")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -13,8 +13,11 @@ _HARMLESS_LAUNCH_KEYS = ("node_rank", "rdzv_endpoint", "max_restarts", "host_mem
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """Nested plain dicts of every resolved value, in field order; what ``config_hash`` hashes and runs record."""
-    return dataclasses.asdict(config)
+    """Nested plain dicts of every resolved value, under the keys by which the command line sets them; what
+    ``config_hash`` hashes and runs record."""
+    settings = dataclasses.asdict(config)
+    memory = settings["memory"]
+    return settings | {"memory": {**memory.pop("roles"), **memory}}
 
 
 def decisive(settings: dict[str, Any]) -> dict[str, Any]:

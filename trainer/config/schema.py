@@ -121,9 +121,18 @@ class DdpConfig(Section):
 
 @dataclass
 class RoleConfig(Section):
+    """A role; :mod:`trainer.config.roles` says what its description means.
+
+    ``head``: ``vocabulary`` or ``value``. ``trained``: false for a role whose weights stay as they are; it has neither
+    ``optimizer`` nor ``ddp``. ``tags``: further weights that its weights backuper keeps, null for a role without one.
+    """
+
+    head: str
+    trained: bool
+    tags: Optional[List[str]]  # noqa: UP006, UP045
     model: ModelConfig
-    optimizer: OptimizerConfig
-    ddp: DdpConfig
+    optimizer: Optional[OptimizerConfig]  # noqa: UP045
+    ddp: Optional[DdpConfig]  # noqa: UP045
 
 
 @dataclass
@@ -140,7 +149,8 @@ class RestoreConfig(Section):
     """Where one role's DDP buffers come back from: ``saver``, ``backuper``, ``main_params`` (grads: or ``none``).
 
     ``optim_keeper``: who keeps the optimizer state, ``saver``, ``arena`` (an exact-size host arena of our own),
-    ``packed`` (coded in fewer bytes, without loss) or ``disk`` (a file in ``memory.disk.path``).
+    ``packed`` (coded in fewer bytes, without loss) or ``disk`` (a file in ``memory.disk.path``). Both others are
+    ``none`` for a role that is not trained.
     """
 
     restore_params_from: str
@@ -157,12 +167,12 @@ class DiskConfig(Section):
 
 @dataclass
 class MemoryConfig(Section):
-    """``tags``: each rank's weights backuper keeps ``full`` tags, or its data-parallel share of them (``sharded``).
+    """``roles``: role -> what comes back from where, in YAML ``memory.<role>``; of more roles than a run may have.
+    ``tags``: each rank's weights backuper keeps ``full`` tags, or its data-parallel share of them (``sharded``).
     ``optim_format``: of Adam's moments while they sleep; ``bf16`` takes fewer bytes and does not keep all bits.
     ``piece_mib``: size of the pieces in which the optimizer state sleeps and wakes up."""
 
-    actor: RestoreConfig
-    critic: RestoreConfig
+    roles: Dict[str, RestoreConfig]  # noqa: UP006
     tags: str
     optim_format: str
     disk: DiskConfig
@@ -376,3 +386,10 @@ class Config(Section):
     @property
     def data_parallel_size(self) -> int:
         return self.world_size // self.parallel.model_ranks
+
+
+@dataclass
+class ComposedConfig(Config):
+    """What Hydra composes: as :class:`Config`, with the roles of ``memory`` beside its settings (``memory.actor``)."""
+
+    memory: Dict[str, Any]  # type: ignore[assignment]  # noqa: UP006

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 SequencesT = TypeVar("SequencesT", bound="Sequences")
+RolloutBatchT = TypeVar("RolloutBatchT", bound="RolloutBatch")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,13 @@ class Sequences:
         per_token = {name: tensor for name, tensor in self.tensors().items() if tensor.dim() == 2}
         return dataclasses.replace(self, **{name: t[:, : t.shape[1] - surplus] for name, t in per_token.items()})
 
+    def at_the_end(self, values: Tensor) -> Tensor:
+        """values [n, s], one per column of ``tokens`` -> [n], that of each last response token, where a model has read
+        the whole response."""
+        mask = self.response_mask
+        last = mask.shape[1] - mask.flip(1).int().argmax(dim=1, keepdim=True)
+        return values.gather(1, last).squeeze(1)
+
     def tensors(self) -> dict[str, Tensor]:
         """Name -> tensor of every field that holds one."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -59,7 +67,7 @@ class RolloutBatch(Sequences):
     Attributes:
         engine_log_probs: [n, s-1] fp32, the engine's own log-prob of each response token; 0 elsewhere.
         truncated: [n] bool, cut off at the longest length.
-        scores: [n] fp32, the task's verdicts, or what ``reward`` pays.
+        scores: [n] fp32, what each response is paid: by the task's verdict, by ``reward``, or by judges.
         weights_step: the PPO step that trained the weights it was drawn with; 0: those of the warm-up.
     """
 
@@ -67,6 +75,10 @@ class RolloutBatch(Sequences):
     truncated: Tensor
     scores: Tensor
     weights_step: int
+
+    def paid(self: RolloutBatchT, scores: Tensor) -> RolloutBatchT:
+        """The same with ``scores`` [n] paid in addition."""
+        return dataclasses.replace(self, scores=self.scores + scores)
 
 
 @dataclass(frozen=True)

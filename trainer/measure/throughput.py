@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.config.roles import role_spec, trained_roles
 from trainer.config.schema import Config
 from trainer.data.batch import Sequences
 from trainer.megatron.groups import sum_over_ranks
@@ -62,10 +63,12 @@ class StepWork:
         return rates
 
 
-def of_step(config: Config, batch: Sequences, *, vocab_size: int) -> StepWork:
+def of_step(config: Config, batch: Sequences, *, vocab_size: int, scoring: Mapping[str, str]) -> StepWork:
     """The work that a PPO step on ``batch`` (this rank's) is. Collective over the data-parallel group.
 
-    ``vocab_size``: entries of the tokenizer.
+    Args:
+        vocab_size: entries of the tokenizer.
+        scoring: phase of one forward pass over the batch -> the role whose pass it is.
     """
     lengths = batch.lengths().double()
     sums = sum_over_ranks(
@@ -78,7 +81,7 @@ def of_step(config: Config, batch: Sequences, *, vocab_size: int) -> StepWork:
         return forward_flops(
             model,
             vocab_size=model.embedding_rows(vocab_size),
-            value_head=role == "critic",
+            value_head=role_spec(config, role).has_value_head,
             tokens=tokens,
             square_tokens=sums["square_tokens"],
             predicted=sums["drawn"],
@@ -86,10 +89,10 @@ def of_step(config: Config, batch: Sequences, *, vocab_size: int) -> StepWork:
 
     epochs = config.algo.epochs
     flops = {role: forward(role) for role in config.roles}
-    passes = {"ref_log_probs": "actor", "log_probs": "actor", "values": "critic"}
     phases = {"rollout": Work(sums["drawn"], flops["actor"])}
-    phases |= {phase: Work(tokens, flops[role]) for phase, role in passes.items() if role in flops}
-    phases |= {f"train_{role}": Work(tokens * epochs, flops[role] * epochs * TRAINING_PASSES) for role in flops}
+    phases |= {phase: Work(tokens, flops[role]) for phase, role in scoring.items()}
+    trainings = {role: flops[role] * epochs * TRAINING_PASSES for role in trained_roles(config)}
+    phases |= {f"train_{role}": Work(tokens * epochs, work) for role, work in trainings.items()}
     device_name = torch.cuda.get_device_name() if config.platform.name == "cuda" else None
     return StepWork(
         phases=phases,

@@ -194,6 +194,7 @@ def wrap_ddp(
     gpt: GPTModel,
     ddp: DdpConfig,
     *,
+    disable_grad_backup: bool,
     disable_param_backup: bool,
     owner: AbstractContextManager[None],
 ) -> DistributedDataParallel:
@@ -206,7 +207,7 @@ def wrap_ddp(
         nccl_ub=ddp.nccl_ub,
     )
     flags = {
-        "disable_grad_buffers_cpu_backup": ddp.disable_grad_buffers_cpu_backup,
+        "disable_grad_buffers_cpu_backup": disable_grad_backup,
         "disable_param_buffers_cpu_backup": disable_param_backup,
     }
     with owner:
@@ -219,12 +220,24 @@ def wrap_ddp(
     return chunk
 
 
+class FrozenChunk(torch.nn.Module):
+    """A part of a model that is never trained, in the place of Megatron's DDP: no gradients and no buffers."""
+
+    def __init__(self, gpt: GPTModel) -> None:
+        super().__init__()
+        self.module = gpt.requires_grad_(False)
+        self.buffers = self.expert_parallel_buffers = ()  # type: ignore[assignment]  (as DDP, which hides the method)
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.module(*arguments)
+
+
 def move_rest(chunks: list[Any], region: AbstractContextManager[None]) -> None:
     """Move every tensor of :func:`named_tensors` that lies in no DDP buffer into ``region``, in place.
 
     Done after the buffers took their parameters, so that the region holds live bytes only.
     """
-    buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     in_buffers = {buffer.param_data.untyped_storage().data_ptr() for buffer in buffers if buffer.param_data is not None}
     with region:
         for _, tensor in named_tensors(chunks):

@@ -19,7 +19,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from trainer.config.schema import RoleConfig
+from trainer.config.roles import TrainedRole
 from trainer.megatron.param_shards import gather_params
 from trainer.megatron.sharding import Share
 from trainer.models.dtypes import DTYPES
@@ -30,7 +30,7 @@ _STATE_KEYS = ("exp_avg", "exp_avg_sq")
 
 def build_optimizer(
     chunks: list[Any],
-    role_config: RoleConfig,
+    role: TrainedRole,
     *,
     region: Callable[[int], AbstractContextManager[None]],
     piece_bytes: int,
@@ -41,13 +41,13 @@ def build_optimizer(
         region: gives the context in which the flat tensor of a number is allocated.
         piece_bytes: at most so large are they, unless a single parameter's share is larger.
     """
-    optimizer = megatron_optimizer(chunks, role_config)
+    optimizer = megatron_optimizer(chunks, role)
     return optimizer, _rehome(optimizer, chunks, region, piece_bytes=piece_bytes)
 
 
-def megatron_optimizer(chunks: list[Any], role_config: RoleConfig) -> Any:
+def megatron_optimizer(chunks: list[Any], role: TrainedRole) -> Any:
     """Megatron's optimizer over ``chunks`` as Megatron makes it, its state not in one place."""
-    settings = role_config.optimizer
+    settings = role.optimizer
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -58,20 +58,20 @@ def megatron_optimizer(chunks: list[Any], role_config: RoleConfig) -> Any:
             adam_beta2=settings.beta2,
             adam_eps=settings.eps,
             clip_grad=settings.clip_grad,
-            bf16=role_config.model.dtype == "bf16",
-            params_dtype=DTYPES[role_config.model.dtype],
-            use_distributed_optimizer=role_config.ddp.use_distributed_optimizer,
-            overlap_param_gather=role_config.ddp.overlap_param_gather,
+            bf16=role.model.dtype == "bf16",
+            params_dtype=DTYPES[role.model.dtype],
+            use_distributed_optimizer=role.ddp.use_distributed_optimizer,
+            overlap_param_gather=role.ddp.overlap_param_gather,
         ),
         chunks,
         use_gloo_process_groups=False,
     )
 
 
-def build_scheduler(optimizer: Any, role_config: RoleConfig, *, total_steps: int) -> OptimizerParamScheduler:
+def build_scheduler(optimizer: Any, role: TrainedRole, *, total_steps: int) -> OptimizerParamScheduler:
     """Megatron's schedule over ``total_steps`` optimizer steps: warm-up, then constant, linear or cosine decay, or a
     decay in the last steps only (WSD, arXiv:2404.06395 section 4)."""
-    settings = role_config.optimizer
+    settings = role.optimizer
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -7,8 +7,8 @@ grouped by key-value head, and two into ``linear_fc1``; Hugging Face files keep 
 experts of a layer when it loads a file: :func:`views_by_file_name`.)
 
 Both ways deal in tensors of the whole model; :mod:`trainer.megatron.sharding` cuts and joins them. Simplified: language
-models only. A critic's value head has Megatron's name of the vocabulary projection: leave it out, it has no
-counterpart.
+models, and sequence classifiers with one label, only. A value head has Megatron's name of the vocabulary projection;
+on the way to Hugging Face leave it out.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from trainer.config.hf_architecture import check_family, rope_parameters
 from trainer.config.schema import ModelConfig
 from trainer.models.dtypes import DTYPES
 
+_OUTPUT, _SCORE = "output_layer.weight", "score.weight"
 _ROTARY_TABLE = "rotary_pos_emb.inv_freq"  # recomputed from rope_theta on either side
 
 
@@ -100,7 +101,8 @@ def from_hf(hf_state: Mapping[str, Tensor], *, model: ModelConfig, value_head: b
     never in memory as a whole.
 
     Args:
-        value_head: leave out the vocabulary projection, which a critic does not have.
+        value_head: leave out the vocabulary projection; a ``score`` of one number per token, as sequence classifiers
+            have it, is the head.
 
     Raises:
         ValueError: the state dict lacks tensors that ``model`` has, or has others (a bias without
@@ -108,13 +110,20 @@ def from_hf(hf_state: Mapping[str, Tensor], *, model: ModelConfig, value_head: b
     """
     counterparts = _counterparts(model)
     if value_head:
-        counterparts.pop("output_layer.weight", None)
+        counterparts.pop(_OUTPUT, None)
+        if has_value_head(hf_state):
+            counterparts[_OUTPUT] = (_SCORE,)
     wanted = {hf_name for hf_names in counterparts.values() for hf_name in hf_names}
     given = {name for name in hf_state if not name.endswith("rotary_emb.inv_freq")}
     if model.tie_embeddings or value_head:
         given.discard("lm_head.weight")
     check_names(given, wanted=wanted)
     return _FromHf(hf_state, counterparts, model)
+
+
+def has_value_head(hf_state: Mapping[str, Tensor]) -> bool:
+    """Whether a state dict has the head of a sequence classifier."""
+    return _SCORE in hf_state
 
 
 @dataclass(frozen=True)
@@ -170,7 +179,7 @@ def _counterparts(model: ModelConfig) -> dict[str, tuple[str, ...]]:
             names[f"decoder.layers.{index}.{name}"] = tuple(f"model.layers.{index}.{part}" for part in hf_names)
     names["decoder.final_layernorm.weight"] = ("model.norm.weight",)
     if not model.tie_embeddings:
-        names["output_layer.weight"] = ("lm_head.weight",)
+        names[_OUTPUT] = ("lm_head.weight",)
     return names
 
 

@@ -6,9 +6,11 @@ a copy, and what the flag is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, Config, RoleConfig
+from trainer.config.roles import RoleSpec, role_specs, trained_role
+from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, Config, DdpConfig
 from trainer.plan.keepers import OWN_KEEPERS
 
 KINDS = ("param", "grad", "optim", "rest")
@@ -59,41 +61,56 @@ class Plan:
         return tuple(row for row in self.rows if row.role == role)
 
 
+def weights_kind(plan: Plan, role: str) -> str:
+    """The buffer kind in which most of a role's parameters lie."""
+    return "rest" if plan.row(role, "param").keeper == NO_BUFFER else "param"
+
+
 def make_plan(config: Config) -> Plan:
     """The plan of a validated config."""
     sleeps = config.offload.train
     rows = []
-    for role, role_config in config.roles.items():
-        restore = getattr(config.memory, role)
+    for role, spec in role_specs(config).items():
+        restore = config.memory.roles[role]
+        if not spec.is_trained:
+            rows += _frozen_rows(spec, restore.restore_params_from, sleeps=sleeps)
+            continue
+        ddp = trained_role(config, role).ddp
         rows += [
-            _param_row(role, role_config, restore.restore_params_from, sleeps=sleeps),
-            _grad_row(role, role_config, restore.restore_grads_from, sleeps=sleeps),
+            _param_row(spec, ddp, restore.restore_params_from, sleeps=sleeps),
+            _grad_row(role, ddp, restore.restore_grads_from, sleeps=sleeps),
             _optim_row(role, restore.optim_keeper, config.memory.optim_format, sleeps=sleeps),
-            _rest_row(role, role_config, restore.restore_params_from, sleeps=sleeps),
+            _rest_row(spec, ddp, restore.restore_params_from, sleeps=sleeps),
         ]
     return Plan(sleeps, tuple(rows))
+
+
+def _frozen_rows(spec: RoleSpec, source: str, *, sleeps: bool) -> Iterator[PlanRow]:
+    for kind in ("param", "grad", "optim"):
+        yield PlanRow(spec.name, kind, NO_BUFFER, False, None, "not trained")
+    yield PlanRow(spec.name, "rest", _or_awake(source, sleeps), sleeps and source == "saver", None, "all parameters")
 
 
 def _or_awake(keeper: str, sleeps: bool) -> str:
     return keeper if sleeps else "awake"
 
 
-def _param_row(role: str, role_config: RoleConfig, source: str, *, sleeps: bool) -> PlanRow:
-    if not role_config.ddp.use_distributed_optimizer:
+def _param_row(spec: RoleSpec, ddp: DdpConfig, source: str, *, sleeps: bool) -> PlanRow:
+    if not ddp.use_distributed_optimizer:
         # The buffer does not exist: parameters are `rest`.
-        return PlanRow(role, "param", NO_BUFFER, False, None, "no buffer: parameters are in rest")
-    flag = getattr(role_config.ddp, PARAM_FLAG)
+        return PlanRow(spec.name, "param", NO_BUFFER, False, None, "no buffer: parameters are in rest")
+    flag = getattr(ddp, PARAM_FLAG)
     copied = sleeps and not flag
     note = ""
     if copied and source != "saver":
         note = f"redundant: the saver keeps a copy too, {source} restores"
-    elif copied and role == "actor":
+    elif copied and spec.has_backuper:
         note = "the weights backuper keeps a copy too"
-    return PlanRow(role, "param", _or_awake(source, sleeps), copied, flag, note)
+    return PlanRow(spec.name, "param", _or_awake(source, sleeps), copied, flag, note)
 
 
-def _grad_row(role: str, role_config: RoleConfig, source: str, *, sleeps: bool) -> PlanRow:
-    flag = getattr(role_config.ddp, GRAD_FLAG)
+def _grad_row(role: str, ddp: DdpConfig, source: str, *, sleeps: bool) -> PlanRow:
+    flag = getattr(ddp, GRAD_FLAG)
     copied = sleeps and not flag
     note = "zeroed before every use"
     if copied and source == "none":
@@ -110,10 +127,10 @@ def _optim_row(role: str, keeper: str, optim_format: str, *, sleeps: bool) -> Pl
     return PlanRow(role, "optim", _or_awake(keeper, sleeps), sleeps and keeper == "saver", None, note)
 
 
-def _rest_row(role: str, role_config: RoleConfig, source: str, *, sleeps: bool) -> PlanRow:
-    # Where parameters are rebuilt from main params the backuper keeps no actor tag, so it cannot restore `rest`.
-    keeper = "backuper" if role == "actor" and source != "main_params" else "saver"
+def _rest_row(spec: RoleSpec, ddp: DdpConfig, source: str, *, sleeps: bool) -> PlanRow:
+    # Where parameters are rebuilt from main params the backuper keeps no tag of the role's own to restore `rest` from.
+    keeper = "backuper" if spec.has_backuper and source != "main_params" else "saver"
     what = "buffers, frozen parameters"
-    if not role_config.ddp.use_distributed_optimizer:
+    if not ddp.use_distributed_optimizer:
         what = "all parameters, buffers"
-    return PlanRow(role, "rest", _or_awake(keeper, sleeps), sleeps and keeper == "saver", None, what)
+    return PlanRow(spec.name, "rest", _or_awake(keeper, sleeps), sleeps and keeper == "saver", None, what)

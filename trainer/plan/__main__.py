@@ -32,7 +32,7 @@ from trainer.common.units import byte_unit
 from trainer.config import compose as configuration
 from trainer.config.hints import hint_for
 from trainer.config.pieces import make_task
-from trainer.config.schema import Config, Section
+from trainer.config.schema import ComposedConfig, Config, Section
 from trainer.plan.fit import check_fits, fits
 from trainer.plan.footprint import Footprint, footprint
 from trainer.plan.holdings import Holding
@@ -50,7 +50,7 @@ class PlanConfig(Section):
 
 
 @dataclass
-class PlanRoot(Config):
+class PlanRoot(ComposedConfig):
     """The schema of ``conf/plan.yaml``."""
 
     plan: PlanConfig

@@ -10,6 +10,7 @@ from importlib import resources
 import yaml
 
 from trainer.config import rules
+from trainer.config.roles import drops_copy, trained_roles
 from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, Config, RestoreConfig
 from trainer.plan.footprint import Footprint, footprint
 from trainer.plan.holdings import EngineBytes
@@ -94,11 +95,12 @@ def _is_allowed(config: Config) -> bool:
 
 
 def with_policy(config: Config, policy: dict[str, dict[str, str]]) -> Config:
-    """``config`` with another memory policy: role -> the values of its :class:`RestoreConfig`."""
-    roles = {}
-    for role, role_config in config.roles.items():
-        sources = {PARAM_FLAG: policy[role]["restore_params_from"], GRAD_FLAG: policy[role]["restore_grads_from"]}
-        flags = {flag: config.offload.train and source != "saver" for flag, source in sources.items()}
-        roles[role] = dataclasses.replace(role_config, ddp=dataclasses.replace(role_config.ddp, **flags))
-    restore = {role: RestoreConfig(**values) for role, values in policy.items()}
-    return dataclasses.replace(config, roles=roles, memory=dataclasses.replace(config.memory, **restore))
+    """``config`` with another memory policy: role -> the values of its :class:`RestoreConfig`. Roles that it does not
+    name keep theirs."""
+    memory = {**config.memory.roles, **{role: RestoreConfig(**values) for role, values in policy.items()}}
+    roles = dict(config.roles)
+    for role, settings in trained_roles(config).items():
+        sources = {PARAM_FLAG: memory[role].restore_params_from, GRAD_FLAG: memory[role].restore_grads_from}
+        flags = {flag: drops_copy(source, sleeps=config.offload.train) for flag, source in sources.items()}
+        roles[role] = dataclasses.replace(roles[role], ddp=dataclasses.replace(settings.ddp, **flags))
+    return dataclasses.replace(config, roles=roles, memory=dataclasses.replace(config.memory, roles=memory))

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config.roles import role_spec, trained_roles
 from trainer.config.schema import Config
 from trainer.plan import Plan, make_plan
-from trainer.plan.holdings import ENGINE, EngineBytes, Holding, awake_for_forward, role_holdings
+from trainer.plan.holdings import ENGINE, EngineBytes, Holding, awake_for_forward, backed_up_tags, role_holdings
 from trainer.plan.keepers import OWN_KEEPERS
 from trainer.plan.role_bytes import RoleBytes, role_bytes
 
@@ -132,13 +133,14 @@ def _checkpoint_bytes(config: Config, ranks: list[dict[str, RoleBytes]]) -> int:
     if config.checkpoint.every_steps is None or not config.checkpoint.async_save:
         return 0
     size = 0
-    is_distributed = {role: role_config.ddp.use_distributed_optimizer for role, role_config in config.roles.items()}
+    trained = trained_roles(config)
+    is_distributed = {role: settings.ddp.use_distributed_optimizer for role, settings in trained.items()}
     for roles in ranks:
-        size += sum(sizes.kinds["optim"] for role, sizes in roles.items() if is_distributed[role])
+        size += sum(roles[role].kinds["optim"] for role in trained if is_distributed[role])
     for roles in {id(roles): roles for roles in ranks}.values():  # of each pipeline stage
-        for role, sizes in roles.items():
-            state = 0 if is_distributed[role] else sizes.stage_optim
-            size += sizes.stage_weights * (2 if role == "actor" else 1) + state
+        for role in trained:
+            state = 0 if is_distributed[role] else roles[role].stage_optim
+            size += roles[role].stage_weights * (1 + len(role_spec(config, role).tags or ())) + state
     return size
 
 
@@ -170,11 +172,11 @@ def _moments(
         if rebuilds:  # main params go to the device once more, to be read there
             yield moment(f"rebuild {role}", {role: "forward"}, transient=sizes.main_params)
         yield moment(f"{role} forward", {role: "forward"})
-    for role in roles:
+    for role in trained_roles(config):
         yield moment(f"train {role}", {role: "train"})
     if config.checkpoint.every_steps is not None:
-        for role, sizes in roles.items():
-            state, woken, copies = _saving(config, plan, role, sizes)
+        for role in trained_roles(config):
+            state, woken, copies = _saving(config, plan, role, roles[role])
             yield moment(f"save {role}", {role: state}, transient=woken, host_transient=copies)
     yield moment("all asleep", {})
 
@@ -184,7 +186,7 @@ def _saving(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> tuple[st
     that are made to write them, which live until the rank's file is written: what host memory holds already is written
     from there."""
     optim_row = plan.row(role, "optim")
-    has_own_tag = role == "actor" and plan.sleeps and plan.row(role, "param").keeper != "main_params"
+    has_own_tag = plan.sleeps and role in backed_up_tags(plan, role_spec(config, role))
     weights = 0 if has_own_tag else sizes.weights
     is_readable = optim_row.keeper == "arena" and config.memory.optim_format == "fp32"
     optim = 0 if is_readable else sizes.kinds["optim"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainer.config.roles import REFERENCE, RoleSpec, role_spec, role_specs
 from trainer.config.schema import Config
-from trainer.plan import NO_BUFFER, Plan, PlanRow, make_plan
+from trainer.plan import NO_BUFFER, Plan, PlanRow, make_plan, weights_kind
 from trainer.plan.keepers import OWN_KEEPERS, KeptBytes, kept_bytes
 from trainer.plan.role_bytes import RoleBytes, ranks_that_share_tags, role_bytes
 
@@ -60,17 +61,25 @@ def arena_bytes(config: Config, *, vocab_size: int, stage: int) -> dict[str, int
     any model is."""
     plan = make_plan(config)
     sizes = {role: role_bytes(config, role, vocab_size=vocab_size, stage=stage) for role in config.roles}
-    return {owner: size for role, found in sizes.items() for owner, size in _arenas(config, plan, role, found)}
+    return {
+        owner: size
+        for role, spec in role_specs(config).items()
+        for owner, size in _arenas(config, plan, spec, sizes[role])
+    }
 
 
-def _arenas(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> Iterator[tuple[str, int]]:
-    optim = plan.row(role, "optim")
+def _arenas(config: Config, plan: Plan, spec: RoleSpec, sizes: RoleBytes) -> Iterator[tuple[str, int]]:
+    optim = plan.row(spec.name, "optim")
     if kept := _kept(config, optim, sizes).arena:
         yield optim.tag, kept
-    if role == "actor":
-        if plan.row(role, "param").keeper != "main_params":
-            yield f"weights/{role}", sizes.tag
-        yield "weights/ref", sizes.tag
+    for tag in backed_up_tags(plan, spec):
+        yield f"weights/{tag}", sizes.tag
+
+
+def backed_up_tags(plan: Plan, spec: RoleSpec) -> list[str]:
+    """The tags that the role's weights backuper keeps: its own, unless its parameters are rebuilt, and the others."""
+    own = [spec.name] if spec.has_backuper and plan.row(spec.name, "param").keeper != "main_params" else []
+    return own + list(spec.tags or ())
 
 
 def _kept(config: Config, row: PlanRow, sizes: RoleBytes) -> KeptBytes:
@@ -82,8 +91,7 @@ def _kept(config: Config, row: PlanRow, sizes: RoleBytes) -> KeptBytes:
 
 
 def role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> Iterator[Holding]:
-    keeps_own_tag = role == "actor" and plan.row(role, "param").keeper != "main_params"
-    own_tag_kind = "param" if config.roles[role].ddp.use_distributed_optimizer else "rest"
+    own_tag_kind = weights_kind(plan, role)
     own_tag_restores = plan.row(role, own_tag_kind).keeper == "backuper"
     retains = config.platform.name == "cuda" and config.memory.retain_cpu_backup
     for row in plan.of_role(role):
@@ -99,7 +107,7 @@ def role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> It
             row.kind,
             row.keeper,
             row.flag,
-            _joined(row.note, _share_note(config)) if holds_tag else row.note,
+            _joined(row.note, _share_note(config, role)) if holds_tag else row.note,
             train_bytes=size,
             forward_bytes=size if awake_for_forward(plan, row) else 0,
             asleep_bytes=0 if plan.sleeps else size,
@@ -107,14 +115,13 @@ def role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> It
             host_asleep_bytes=lasting + copy,
             disk_bytes=kept.disk,
         )
-    if keeps_own_tag and not own_tag_restores:
-        yield _tag_holding(config, role, role, sizes)
-    if role == "actor":
-        yield _tag_holding(config, role, "ref", sizes)
+    for tag in backed_up_tags(plan, role_spec(config, role)):
+        if tag != role or not own_tag_restores:
+            yield _tag_holding(config, role, tag, sizes)
 
 
-def _share_note(config: Config) -> str:
-    if config.memory.tags != "sharded":
+def _share_note(config: Config, role: str) -> str:
+    if config.memory.tags != "sharded" or not role_spec(config, role).is_trained:
         return ""
     ranks, of_experts = ranks_that_share_tags(config)
     if ranks != of_experts:
@@ -128,8 +135,8 @@ def _joined(*notes: str) -> str:
 
 
 def _tag_holding(config: Config, role: str, tag: str, sizes: RoleBytes) -> Holding:
-    what = "the reference model" if tag == "ref" else "kept for switching back from other tags"
-    note = _joined(what, _share_note(config))
+    what = "the reference model" if tag == REFERENCE else "kept for switching back from other tags"
+    note = _joined(what, _share_note(config, role))
     return Holding(
         role, f"weights/{tag}", "backuper", note=note, host_awake_bytes=sizes.tag, host_asleep_bytes=sizes.tag
     )

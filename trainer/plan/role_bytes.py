@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainer.config.roles import role_spec, role_specs, trained_role
 from trainer.config.schema import Config
 from trainer.plan.layout import (
     ITEM_BYTES,
@@ -51,9 +52,11 @@ def model_parameters(config: Config, *, vocab_size: int) -> dict[str, int]:
     return {
         name: sum(
             parameter.size
-            for parameter in parameters(role.model, vocab_size=vocab_size, value_head=name == "critic", parallel=WHOLE)
+            for parameter in parameters(
+                config.roles[name].model, vocab_size=vocab_size, value_head=spec.has_value_head, parallel=WHOLE
+            )
         )
-        for name, role in config.roles.items()
+        for name, spec in role_specs(config).items()
     }
 
 
@@ -62,39 +65,29 @@ def role_bytes(
 ) -> RoleBytes:
     """Sizes of one role's buffers on the largest rank of a pipeline stage. ``bucket_size`` in elements replaces
     Megatron's default."""
-    ddp, model, parallel = config.roles[role].ddp, config.roles[role].model, config.parallel
-    stage_ranks = config.world_size // parallel.pp
+    spec, model, parallel = role_spec(config, role), config.roles[role].model, config.parallel
+    ddp = trained_role(config, role).ddp if spec.is_trained else None
+    is_distributed, stage_ranks = ddp is not None and ddp.use_distributed_optimizer, config.world_size // parallel.pp
     chunks = [
         parameters(
-            model, vocab_size=vocab_size, value_head=role == "critic", parallel=parallel, stage=stage, chunk=chunk
+            model, vocab_size=vocab_size, value_head=spec.has_value_head, parallel=parallel, stage=stage, chunk=chunk
         )
         for chunk in range(parallel.vpp)
     ]
-    bucket_size = bucket_size or default_bucket_size(ddp, data_parallel=config.data_parallel_size)
-    buffers = [
-        buffer
-        for found in chunks
-        for buffer in buffers_of(
-            found,
-            ddp=ddp,
-            parallel=parallel,
-            stage_ranks=stage_ranks,
-            bucket_size=bucket_size,
-        )
-    ]
-    optimizer, main_params = optimizer_elements(
-        buffers, distributed_optimizer=ddp.use_distributed_optimizer, stage_ranks=stage_ranks
-    )
+    buffers: list[Buffer] = []
+    if ddp is not None:
+        bucket_size = bucket_size or default_bucket_size(ddp, data_parallel=config.data_parallel_size)
+        for found in chunks:
+            buffers += buffers_of(found, ddp=ddp, parallel=parallel, stage_ranks=stage_ranks, bucket_size=bucket_size)
+    optimizer, main_params = optimizer_elements(buffers, distributed_optimizer=is_distributed, stage_ranks=stage_ranks)
     found = tuple(parameter for chunk in chunks for parameter in chunk)
-    table = rotary_table_bytes(model)
+    table, shares_tags = rotary_table_bytes(model), config.memory.tags == "sharded" and spec.is_trained
     return RoleBytes(
         parameter_count=sum(parameter.size for parameter in found),
-        kinds=_kinds(found, buffers, distributed_optimizer=ddp.use_distributed_optimizer, table=table)
+        kinds=_kinds(found, buffers, distributed_optimizer=is_distributed, table=table)
         | {"optim": optimizer * ITEM_BYTES["fp32"]},
         main_params=main_params * ITEM_BYTES["fp32"],
-        tag=tag_bytes(
-            found, buffers, table_bytes=table, stage_ranks=stage_ranks if config.memory.tags == "sharded" else None
-        ),
+        tag=tag_bytes(found, buffers, table_bytes=table, stage_ranks=stage_ranks if shares_tags else None),
         weights=table + sum(p.size_bytes for p in found),
         stage_weights=parallel.tp * table
         + sum(p.size_bytes * (parallel.expert if p.in_expert_buffer else parallel.tp) for p in found),

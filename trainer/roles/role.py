@@ -1,4 +1,4 @@
-"""A role (actor, critic): model, optimizer and weights backuper, and their sleep and wake-up.
+"""A role: model, optimizer and weights backuper, and their sleep and wake-up.
 
 What each buffer comes back from is the plan's; this module carries it out. A forward pass between a region's wake-up
 and the restore of its bytes is impossible through the public methods: :meth:`Role.wake_up` does both or raises.
@@ -13,19 +13,22 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
 from torch import distributed
 
 from trainer.common.seeds import seed_for
-from trainer.config.schema import Config
+from trainer.config.roles import role_spec, trained_role
+from trainer.config.schema import Config, DdpConfig
 from trainer.megatron import optimizer as optimizers
-from trainer.megatron.build import build_chunks, drop_caches, move_rest, wrap_ddp
+from trainer.megatron.build import FrozenChunk, build_chunks, drop_caches, move_rest, wrap_ddp
 from trainer.megatron.moe import drop_routing
 from trainer.megatron.param_shards import ParamShards
 from trainer.megatron.sharding import OwnParts, Share, named_tensors, whole_tensors
 from trainer.memory.arena import HostArenas
 from trainer.memory.regions import MemoryObserver, RoleRegions
 from trainer.memory.saver import Saver
-from trainer.plan import KINDS, Plan
+from trainer.plan import KINDS, Plan, weights_kind
 from trainer.roles.backuper import TensorBackuper
 
 TRAINING = frozenset(KINDS)
@@ -49,7 +52,7 @@ class Role:
         observer: MemoryObserver,
         arenas: HostArenas,
     ) -> None:
-        self.name, self.config = name, config.roles[name]
+        self.name, self.spec, self.config = name, role_spec(config, name), config.roles[name]
         self._plan, self._regions = plan, RoleRegions(name, plan=plan, saver=saver, observer=observer)
         self._rebuilds = plan.row(name, "param").keeper == "main_params"
         gpts = build_chunks(
@@ -57,43 +60,44 @@ class Role:
             vocab_size=vocab_size,
             parallel=config.parallel,
             seed=seed,
-            value_head=name == "critic",
+            value_head=self.spec.has_value_head,
         )
-        self.chunks: list[Any] = [
-            wrap_ddp(
-                gpt,
-                self.config.ddp,
-                disable_param_backup=bool(plan.row(name, "param").flag),
-                owner=self._regions.ddp_buffers(),
-            )
-            for gpt in gpts
-        ]
+        trained = trained_role(config, name) if self.spec.is_trained else None
+        self.chunks: list[Any] = [FrozenChunk(gpt) if trained is None else self._wrap(gpt, trained.ddp) for gpt in gpts]
         move_rest(self.chunks, self._regions.region("rest"))
-        self.optimizer, self._state = optimizers.build_optimizer(
-            self.chunks,
-            self.config,
-            region=self._regions.optimizer_region,
-            piece_bytes=int(config.memory.piece_mib * MIB),
-        )
-        self._regions.keep_optimizer_state(
-            self._state.pieces,
-            main_pieces=self._state.main_pieces,
-            config=config,
-            arenas=arenas,
-            rounding_seed=functools.partial(self._rounding_seed, config.seed),
-        )
-        self._set_param_hooks(enabled=False)
+        self._gathers_in_forward = trained is not None and trained.ddp.overlap_param_gather
+        if trained is not None:
+            self.optimizer, self._state = optimizers.build_optimizer(
+                self.chunks,
+                trained,
+                region=self._regions.optimizer_region,
+                piece_bytes=int(config.memory.piece_mib * MIB),
+            )
+            self._regions.keep_optimizer_state(
+                self._state.pieces,
+                main_pieces=self._state.main_pieces,
+                config=config,
+                arenas=arenas,
+                rounding_seed=functools.partial(self._rounding_seed, config.seed),
+            )
+            self._set_param_hooks(enabled=False)
         self.backuper: TensorBackuper | None = None
         self._active_tag: str | None = name
         self._trained_since_backup = True
-        if name == "actor":
+        if self.spec.has_backuper:
+            is_shared = config.memory.tags == "sharded" and self.spec.is_trained
             self.backuper = TensorBackuper.create(
                 source_getter=lambda: named_tensors(self.chunks),
                 single_tag=None,
                 arenas=arenas,
-                layout=ParamShards(self.chunks) if config.memory.tags == "sharded" else None,
+                layout=ParamShards(self.chunks) if is_shared else None,
             )
             self._backup_if_trained()
+
+    def _wrap(self, gpt: GPTModel, ddp: DdpConfig) -> DistributedDataParallel:
+        grad, param = (bool(self._plan.row(self.name, kind).flag) for kind in ("grad", "param"))
+        owner = self._regions.ddp_buffers()
+        return wrap_ddp(gpt, ddp, disable_grad_backup=grad, disable_param_backup=param, owner=owner)
 
     def _rounding_seed(self, seed: int, piece: int) -> int:
         step, rank = optimizers.step_count(self.optimizer), distributed.get_rank()
@@ -124,7 +128,7 @@ class Role:
             drop_caches()
             drop_routing(self.chunks)
             self._active_tag = None  # before the first region goes: a sleep that fails half-way must not leave it set
-        if "grad" in kinds:
+        if "grad" in kinds and self.spec.is_trained:
             self.optimizer.zero_grad(set_to_none=True)
         self._regions.sleep(kinds, backuper_bytes=self._backuper_bytes())
         if goes_to_sleep:
@@ -262,7 +266,7 @@ class Role:
     @property
     def _weights_kind(self) -> str:
         """The buffer kind in which most parameters lie."""
-        return "param" if self.config.ddp.use_distributed_optimizer else "rest"
+        return weights_kind(self._plan, self.name)
 
     def _record_extra_tags(self) -> None:
         """Record the host bytes of backups beside the one that restores the role's own parameters."""
@@ -339,7 +343,7 @@ class Role:
     def _set_param_hooks(self, *, enabled: bool) -> None:
         """Hooks that gather parameters during the forward pass live inside :meth:`training` only; leaving it completes
         the gather, so that backups, forward-only passes and sleep see whole parameters."""
-        if not self.config.ddp.overlap_param_gather:
+        if not self._gathers_in_forward:
             return
         for chunk in self.chunks:
             if enabled:
@@ -368,7 +372,8 @@ class Role:
                         f"{name} has the shape {tuple(tensor.shape)}, the {self.name}'s is {tuple(own[name].shape)}"
                     )
                 own[name].copy_(tensor)
-        self.optimizer.reload_model_params()
+        if self.spec.is_trained:
+            self.optimizer.reload_model_params()
         self._trained_since_backup = True
         self._backup_if_trained()
 
@@ -394,7 +399,7 @@ class Role:
         for name, tensor in named_tensors(self.chunks):
             digest.update(name.encode())
             digest.update(_bytes_of(tensor))
-        for piece in self._state.pieces:
+        for piece in self._state.pieces if self.spec.is_trained else ():
             digest.update(_bytes_of(piece))
         return digest.hexdigest()
 

@@ -85,7 +85,7 @@ def experience_of(
                 truncated=drawn.truncated,
                 group_size=settings.responses_per_prompt,
                 values=None if values is None else values[:, :-1],
-                last_values=None if values is None else _last_values(values, mask),
+                last_values=None if values is None else drawn.at_the_end(values),
             )
         )
     _check_estimate(estimate, estimator, mask)
@@ -102,12 +102,6 @@ def experience_of(
         values=None if values is None else values[:, :-1],
         returns=None if values is None else estimate.returns,
     )
-
-
-def _last_values(values: Tensor, mask: Tensor) -> Tensor:
-    """[n]: of the column of the last response token, where the critic has read the whole response."""
-    last = mask.shape[1] - mask.flip(1).int().argmax(dim=1, keepdim=True)
-    return values.gather(1, last).squeeze(1)
 
 
 def _check_estimate(estimate: Estimate, estimator: AdvantageEstimator, mask: Tensor) -> None:

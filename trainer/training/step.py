@@ -140,6 +140,11 @@ def values(role: Role, batch: Sequences, *, split: Split) -> Tensor:
     return _forward(role, batch, read_values, split=split)[0]
 
 
+def final_values(role: Role, batch: Sequences, *, split: Split) -> Tensor:
+    """[n] fp32: the value of each whole response, 0 of an empty one."""
+    return batch.at_the_end(values(role, batch, split=split)).where(batch.response_mask.any(dim=1), 0.0)
+
+
 def train_minibatch(role: Role, batch: SequencesT, loss: Loss[SequencesT], *, split: Split) -> dict[str, float]:
     """One optimizer step. Without a single response token on any rank nothing is changed.
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from trainer.config.pieces import make_estimator
+from trainer.config.roles import REFERENCE, optimizer_steps, role_specs, trained_roles
 from trainer.config.schema import Config
 
 WITHOUT_CRITIC = "algo=grpo, algo=rloo or algo=reinforce_pp"
+LEARNERS = {"actor": ("vocabulary", [REFERENCE]), "critic": ("value", None)}  # role -> its head and tags
+HEADS = ("vocabulary", "value")
 _ROLE_GROUPS = ("role@roles.{0}", "model@roles.{0}.model", "optimizer@roles.{0}.optimizer")
 
 
@@ -14,12 +17,13 @@ def check_estimator(config: Config) -> None:
 
 
 def check_roles(config: Config) -> None:
-    estimator = make_estimator(config)
-    unknown = sorted(set(config.roles) - {"actor", "critic"})
-    if unknown or "actor" not in config.roles:
+    estimator, specs = make_estimator(config), role_specs(config)
+    unknown = [role for role, spec in specs.items() if role not in LEARNERS and not spec.is_judge]
+    if unknown or "actor" not in specs:
         raise ValueError(
-            f"roles are {', '.join(config.roles) or 'empty'}: they are roles.actor and, for some algorithms, "
-            "roles.critic (role@roles.actor=actor role@roles.critic=critic)"
+            f"roles are {', '.join(specs) or 'empty'}: they are roles.actor and, for some algorithms, roles.critic "
+            "(role@roles.actor=actor role@roles.critic=critic). Every other one judges responses: trained=false and "
+            "head=value, as role@roles.reward=reward has it"
         )
     has_critic, name = "critic" in config.roles, config.advantages["_target_"]
     if estimator.needs_critic and not has_critic:
@@ -32,6 +36,45 @@ def check_roles(config: Config) -> None:
         raise ValueError(
             f"advantages._target_={name} needs no critic, but roles has one, which would sleep and train for nothing: "
             f"use an algorithm without one ({WITHOUT_CRITIC}), or leave it out with {without}"
+        )
+
+
+def check_specs(config: Config) -> None:
+    """The loop's own roles are what the loop takes them for, and each role has what its description needs."""
+    for role, spec in role_specs(config).items():
+        settings, name = config.roles[role], f"roles.{role}"
+        if settings.head not in HEADS:
+            raise ValueError(f"{name}.head={settings.head}: must be one of {', '.join(HEADS)}")
+        if role in LEARNERS:
+            head, tags = LEARNERS[role]
+            if (settings.head, settings.trained, settings.tags) != (head, True, tags):
+                given = f"head={settings.head}, trained={settings.trained}, tags={settings.tags}"
+                raise ValueError(
+                    f"{name} has {given}: the loop trains the {role} with head={head}, trained=true and "
+                    f"tags={'null' if tags is None else tags}. Leave them to role@{name}={role}"
+                )
+        has_settings = [settings.optimizer is not None, settings.ddp is not None]
+        if has_settings != [spec.is_trained] * 2:
+            wanted = "needs both" if spec.is_trained else "takes neither: set both to null"
+            raise ValueError(f"{name}.trained={settings.trained} {wanted} {name}.optimizer and {name}.ddp")
+        if not spec.is_trained and spec.folder is None:
+            raise ValueError(
+                f"{name}.model.path=null with {name}.trained=false: random weights would stay so. Give a folder "
+                f"(model@{name}.model=hf {name}.model.path=...)"
+            )
+        if not spec.is_trained and spec.tags:
+            raise ValueError(
+                f"{name}.tags={settings.tags} with {name}.trained=false: there is one version of its weights. Use [], "
+                "or null for no weights backuper"
+            )
+
+
+def check_who_pays(config: Config) -> None:
+    judges = [role for role, spec in role_specs(config).items() if spec.is_judge]
+    if judges and config.reward is not None:
+        raise ValueError(
+            f"reward={config.reward} with roles.{judges[0]}, which judges responses: one of them pays. Use "
+            "reward=null, or leave the role out"
         )
 
 
@@ -85,18 +128,17 @@ def check_clip_and_kl(config: Config) -> None:
 
 def check_schedules(config: Config) -> None:
     """A wsd schedule says how long it decays, and that fits between the warm-up and the end."""
-    per_step = config.algo.epochs * config.algo.minibatches
-    for role, role_config in config.roles.items():
-        settings = role_config.optimizer
+    for role, trained in trained_roles(config).items():
+        settings = trained.optimizer
         if settings.lr_schedule != "wsd":
             continue
-        steps = config.algo.num_steps - (config.algo.critic_warmup_steps if role == "actor" else 0)
-        most = max(1, per_step * steps - settings.lr_warmup_steps)
+        steps = optimizer_steps(config, role)
+        most = max(1, steps - settings.lr_warmup_steps)
         if settings.lr_wsd_decay_steps is None or settings.lr_wsd_decay_steps > most:
             given = "null" if settings.lr_wsd_decay_steps is None else settings.lr_wsd_decay_steps
             raise ValueError(
-                f"roles.{role}.optimizer.lr_wsd_decay_steps={given} with lr_schedule=wsd: of {per_step * steps} "
-                f"optimizer steps ({steps} times algo.epochs * algo.minibatches = {per_step}) "
+                f"roles.{role}.optimizer.lr_wsd_decay_steps={given} with lr_schedule=wsd: of {steps} optimizer steps "
+                f"(algo.epochs * algo.minibatches in each PPO step that trains the {role}) "
                 f"{settings.lr_warmup_steps} warm up. Use a number up to {most}, such as "
                 f"optimizer.lr_wsd_decay_steps={max(1, most // 5)}"
             )

@@ -146,7 +146,7 @@ def _settings(config: Config, dotted: str) -> Iterator[tuple[str, Any]]:
         section: Any = config.roles[prefix.split(".")[1]] if prefix else config
         for name in path:
             section = getattr(section, name)
-        if field in vars(section):  # the learning rate has no top-level setting
+        if section is not None and field in vars(section):  # the learning rate has no top-level setting
             yield f"{prefix}{dotted}", getattr(section, field)
 
 

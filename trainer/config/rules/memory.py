@@ -6,12 +6,15 @@ from collections.abc import Collection
 from pathlib import Path
 
 from trainer.common.machine import filesystem_of
-from trainer.config.schema import Config, RestoreConfig
+from trainer.config.roles import role_spec, role_specs, trained_role, trained_roles
+from trainer.config.schema import Config
 
 ExplicitFlags = Collection[tuple[str, str]]  # (role, flag name)
 
 PARAM_SOURCES = ("saver", "backuper", "main_params")
 GRAD_SOURCES = ("saver", "none")
+FROZEN_SOURCES = ("saver", "backuper")  # of the parameters of a role that is not trained, which has nothing else
+NOTHING = ("none",)
 OPTIM_KEEPERS = ("saver", "arena", "packed", "disk")
 _IN_HOST_MEMORY = ("tmpfs", "ramfs", "devtmpfs")  # file systems
 
@@ -19,7 +22,7 @@ _IN_HOST_MEMORY = ("tmpfs", "ramfs", "devtmpfs")  # file systems
 def check_explicit_flags(config: Config, explicit_flags: ExplicitFlags) -> None:
     """A flag that the user set must be able to mean something."""
     for role, flag in explicit_flags:
-        ddp = config.roles[role].ddp
+        ddp = trained_role(config, role).ddp
         if not getattr(ddp, flag):
             continue
         if not config.offload.train:
@@ -35,8 +38,8 @@ def check_explicit_flags(config: Config, explicit_flags: ExplicitFlags) -> None:
 
 
 def check_nccl_ub(config: Config) -> None:
-    for role, role_config in config.roles.items():
-        ddp = role_config.ddp
+    for role, settings in trained_roles(config).items():
+        ddp = settings.ddp
         flagged = ddp.disable_grad_buffers_cpu_backup or ddp.disable_param_buffers_cpu_backup
         if ddp.nccl_ub and (flagged or config.offload.train):
             raise ValueError(
@@ -54,25 +57,32 @@ def check_destroy_process_groups(config: Config) -> None:
         )
 
 
-def _restore(config: Config, role: str) -> RestoreConfig:
-    return getattr(config.memory, role)
+def check_policies(config: Config) -> None:
+    """Every role has a policy. That of a role which is not there is fine: ``memory=...`` names all that may be."""
+    for role in config.roles:
+        if role not in config.memory.roles:
+            raise ValueError(
+                f"roles.{role} has no memory policy: give +memory.{role}={{restore_params_from: saver, "
+                "restore_grads_from: none, optim_keeper: saver}, the last one none for a role that is not trained"
+            )
 
 
 def check_restore_sources(config: Config) -> None:
-    for role in config.roles:
-        restore = _restore(config, role)
+    for role, spec in role_specs(config).items():
+        restore = config.memory.roles[role]
         for field, allowed in (
-            ("restore_params_from", PARAM_SOURCES),
-            ("restore_grads_from", GRAD_SOURCES),
-            ("optim_keeper", OPTIM_KEEPERS),
+            ("restore_params_from", PARAM_SOURCES if spec.is_trained else FROZEN_SOURCES),
+            ("restore_grads_from", GRAD_SOURCES if spec.is_trained else NOTHING),
+            ("optim_keeper", OPTIM_KEEPERS if spec.is_trained else NOTHING),
         ):
             value = getattr(restore, field)
             if value not in allowed:
                 raise ValueError(f"memory.{role}.{field}={value}: must be one of {', '.join(allowed)}")
-        if role != "actor" and restore.restore_params_from == "backuper":
+        if restore.restore_params_from == "backuper" and not spec.has_backuper:
+            others = "saver (as memory=lean does)" + (" or =main_params (memory=rebuild)" if spec.is_trained else "")
             raise ValueError(
-                f"memory.{role}.restore_params_from=backuper: only the actor has a weights backuper. Use "
-                f"memory.{role}.restore_params_from=saver (as memory=lean does) or =main_params (memory=rebuild)"
+                f"memory.{role}.restore_params_from=backuper: the {role} has no weights backuper (roles.{role}.tags is "
+                f"null). Use memory.{role}.restore_params_from={others}"
             )
 
 
@@ -80,15 +90,15 @@ def check_flags_against_sources(config: Config) -> None:
     """A set flag drops the saver's copy, so the buffer must come back from somewhere else."""
     if not config.offload.train:
         return
-    for role, role_config in config.roles.items():
-        restore = _restore(config, role)
-        params_policy = "memory=lean or memory=rebuild" if role == "actor" else "memory=rebuild"
+    for role, settings in trained_roles(config).items():
+        restore = config.memory.roles[role]
+        params_policy = "memory=lean or memory=rebuild" if role_spec(config, role).has_backuper else "memory=rebuild"
         for kind, flag, source, policy in (
             ("param", "disable_param_buffers_cpu_backup", restore.restore_params_from, params_policy),
             ("grad", "disable_grad_buffers_cpu_backup", restore.restore_grads_from, "memory=no_grads"),
         ):
-            applies = kind == "grad" or role_config.ddp.use_distributed_optimizer
-            if applies and getattr(role_config.ddp, flag) and source == "saver":
+            applies = kind == "grad" or settings.ddp.use_distributed_optimizer
+            if applies and getattr(settings.ddp, flag) and source == "saver":
                 raise ValueError(
                     f"roles.{role}.ddp.{flag}=true but memory.{role}.restore_{kind}s_from=saver: the {role} would "
                     f"wake up with garbage, since the saver keeps no copy. What drops it safely: {policy}"
@@ -96,10 +106,10 @@ def check_flags_against_sources(config: Config) -> None:
 
 
 def check_main_params_source(config: Config) -> None:
-    for role, role_config in config.roles.items():
-        if not config.offload.train or _restore(config, role).restore_params_from != "main_params":
+    for role, settings in trained_roles(config).items():
+        if not config.offload.train or config.memory.roles[role].restore_params_from != "main_params":
             continue
-        if not role_config.ddp.use_distributed_optimizer:
+        if not settings.ddp.use_distributed_optimizer:
             raise ValueError(
                 f"memory.{role}.restore_params_from=main_params needs "
                 f"roles.{role}.ddp.use_distributed_optimizer=true: only the distributed optimizer has a parameter "
@@ -110,7 +120,7 @@ def check_main_params_source(config: Config) -> None:
 
 def check_disk(config: Config) -> None:
     """The disk keeper needs a folder that does not lie in host memory."""
-    users = [role for role in config.roles if _restore(config, role).optim_keeper == "disk"]
+    users = [role for role in config.roles if config.memory.roles[role].optim_keeper == "disk"]
     if not users or not config.offload.train:
         return
     path = config.memory.disk.path
@@ -130,8 +140,8 @@ def check_optim_format(config: Config) -> None:
     """Rounded moments need a keeper that keeps them so, and do not go with a promise of equal bits."""
     if config.memory.optim_format == "fp32" or not config.offload.train:
         return
-    for role in config.roles:
-        keeper = _restore(config, role).optim_keeper
+    for role in trained_roles(config):
+        keeper = config.memory.roles[role].optim_keeper
         if keeper not in ("arena", "disk"):
             raise ValueError(
                 f"memory.optim_format=bf16 with memory.{role}.optim_keeper={keeper}, which keeps bits as they are: use "
@@ -147,9 +157,11 @@ def check_optim_format(config: Config) -> None:
 
 def check_tags(config: Config) -> None:
     """Shares of a weights tag are those of a parameter buffer, which only the distributed optimizer has."""
-    if config.memory.tags == "sharded" and not config.roles["actor"].ddp.use_distributed_optimizer:
-        raise ValueError(
-            "memory.tags=sharded with roles.actor.ddp.use_distributed_optimizer=false: ranks share the parameter "
-            "buffer, which only the distributed optimizer has. Use roles.actor.ddp.use_distributed_optimizer=true, or "
-            "memory.tags=full"
-        )
+    for role, settings in trained_roles(config).items():
+        shares_tags = config.memory.tags == "sharded" and role_spec(config, role).has_backuper
+        if shares_tags and not settings.ddp.use_distributed_optimizer:
+            raise ValueError(
+                f"memory.tags=sharded with roles.{role}.ddp.use_distributed_optimizer=false: ranks share the parameter "
+                "buffer, which only the distributed optimizer has. Use "
+                f"roles.{role}.ddp.use_distributed_optimizer=true, or memory.tags=full"
+            )

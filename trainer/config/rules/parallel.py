@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from trainer.config.roles import trained_roles
 from trainer.config.schema import Config, ModelConfig
 
 
@@ -112,8 +113,8 @@ def check_expert_parallel(config: Config) -> None:
 
 
 def check_overlap(config: Config) -> None:
-    for role, role_config in config.roles.items():
-        ddp = role_config.ddp
+    for role, settings in trained_roles(config).items():
+        ddp = settings.ddp
         if ddp.overlap_param_gather and not (ddp.use_distributed_optimizer and ddp.overlap_grad_reduce):
             raise ValueError(
                 f"roles.{role}.ddp.overlap_param_gather=true needs roles.{role}.ddp.use_distributed_optimizer=true "
