@@ -43,6 +43,10 @@ def on_gpu(worker, payload, log_dir, *, nproc=1):
     return launch(worker, payload, nproc=nproc, log_dir=log_dir, environment=environment)
 
 
+def has_nvcomp():
+    return find_spec("nvidia") is not None and find_spec("nvidia.nvcomp") is not None
+
+
 def bits_of(name, log_dir, *overrides, nproc=1):
     small = [override for override in SMALL if not override.startswith("platform")]
     strict = ("platform=cuda", "platform.deterministic=true", "memory.poison=true")
@@ -75,8 +79,9 @@ def measured(tmp_path_factory):
 def test_every_policy_computes_the_bits_of_offload_none(tmp_path):
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(4, mp_context=spawn) as pool:  # fresh workers each: a process keeps its saver
-        bits = {name: pool.submit(bits_of, name, tmp_path) for name in CASES}
-        for name in CASES:
+        names = [name for name in CASES if "packed" not in name or has_nvcomp()]
+        bits = {name: pool.submit(bits_of, name, tmp_path) for name in names}
+        for name in names:
             assert bits[name].result() == bits["none"].result(), name
 
 

@@ -22,7 +22,7 @@ from trainer.bench.launching import run_job, run_workers
 from trainer.bench.rollout_workers import BenchRolloutConfig, RolloutJob, run_cases
 from trainer.common.units import format_count
 from trainer.config import compose as configuration
-from trainer.config.schema import Config
+from trainer.config.schema import ComposedConfig, Config
 from trainer.report.tables import Table
 
 RESULT_FILE, TABLE_FILE = "rollout.json", "rollout.md"
@@ -40,7 +40,7 @@ _SLEEPING = ("asleep",)  # in a worker of its own, where models sleep
 
 
 @dataclass
-class BenchRolloutRoot(Config):
+class BenchRolloutRoot(ComposedConfig):
     """The schema of ``conf/bench_rollout.yaml``."""
 
     bench: BenchRolloutConfig
