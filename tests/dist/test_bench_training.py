@@ -79,7 +79,12 @@ def test_both_loops_do_the_same_work(tmp_path):
     questions = tmp_path / "questions.jsonl"
     questions.write_text("".join(f'{{"prompt": "{" 1 +" * (n % 8)} {n} =", "answer": "1"}}\n' for n in range(40)))
     command = [sys.executable, "-m", "trainer.bench.training", *SMALL, f"task.path={questions}"]
-    command += ["bench.steps=2", "bench.cases=[lean,plain]", f"hydra.run.dir={tmp_path / 'run'}"]
+    command += [
+        "bench.steps=2",
+        "bench.cases=[lean,plain]",
+        "rollout=hf",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    ]  # the draws of both
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "run" / "training.json").read_text())

@@ -21,7 +21,7 @@ from trainer.command.launch_environment import worker_environment
 # The model has learned enough to get some answers right, so that gradients are not zero.
 RUN = (
     *SMALL,
-    *("seed=7", "task.forms=digits", "rollout.max_new_tokens=2"),
+    *("seed=7", "task.forms=digits", "rollout.max_new_tokens=2", "data.too_long=truncate"),
     *("algo.warmup_steps=30", "algo.warmup_lr=5e-3", "algo.warmup_batch_size=16"),
     *("algo.num_steps=3", "checkpoint.every_steps=1", "checkpoint.keep_last=9"),
     *("optimizer.lr_schedule=linear", "optimizer.lr_warmup_steps=3", "roles.actor.optimizer.lr=1e-3"),

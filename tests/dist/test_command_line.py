@@ -283,7 +283,7 @@ def test_an_empty_sweep_is_an_error(tmp_path):
 def test_help_and_parts_of_the_config(tmp_path):
     shown = torpor(tmp_path, "--help").stdout
     assert len(shown.splitlines()) < 60
-    assert "memory: full" in shown  # the options themselves, from Hydra
+    assert "memory: disk, full" in shown  # the options themselves, from Hydra
     assert "python -m trainer -m memory=full,lean,rebuild" in shown
     part = torpor(tmp_path, "memory=rebuild", "--cfg", "job", "--resolve", "-p", "roles")
     assert part.code == 0

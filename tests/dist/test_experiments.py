@@ -62,7 +62,7 @@ def test_every_job_of_an_experiment_trains(results, experiment, jobs):
 
 
 def test_the_experiments_differ_in_what_they_are_about(results):
-    assert set(EXPERIMENTS) == {"host_memory", "actor_critic_ratio", "kl_in_reward_vs_loss", "grpo"}
+    assert set(EXPERIMENTS) == {"host_memory", "actor_critic_ratio", "kl_in_reward_vs_loss", "grpo", "sleeping_moments"}
     policies = [results[job][-1]["weights_sha256/actor"] for job in jobs_of("host_memory")]
     assert len(set(policies)) == 1  # a policy changes where bytes lie, and no bit of the result
     sizes = {(record[0]["parameters/actor"], record[0]["parameters/critic"])

@@ -159,7 +159,7 @@ def test_a_job_whose_report_cannot_be_written_has_finished(tmp_path):
     psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (60_000, 60_000))
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
-    assert f"no report: cannot write {tmp_path}/run/training.png: File too large" in stderr
+    assert f"no report: UnwritableFile: cannot write {tmp_path}/run/training.png: File too large" in stderr
     assert "report: " not in stdout
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"result.json", "metrics.jsonl", "memory.jsonl"} <= left

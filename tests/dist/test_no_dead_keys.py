@@ -15,7 +15,8 @@ from trainer.config.schema import AlgoConfig, KlConfig, RolloutConfig, SharedOpt
 # Two steps of a model that has learned enough to end some answers and get some right.
 BASE = (
     *SMALL,
-    *("offload=none", "model.dtype=fp32", "model.layers=1", "task.forms=digits", "rollout.max_new_tokens=2"),
+    *("offload=none", "model.dtype=fp32", "model.layers=1", "task.forms=digits", "rollout=hf"),
+    "rollout.max_new_tokens=2",
     *("algo.warmup_steps=25", "algo.warmup_lr=5e-3", "algo.warmup_batch_size=16"),
 )
 WSD = ("optimizer.lr_schedule=wsd", "optimizer.lr_wsd_decay_steps=3")

@@ -75,7 +75,10 @@ def test_own_pieces_are_judged_before_anything_starts(configs, folder):
         (["algo=grpo", "advantages=median", "algo.responses_per_prompt=2"], "at least 3"),
         (["algo=grpo", "advantages=median", "+advantages.shift=1"], "it takes scale"),
         (["advantages=median"], "MedianBaseline needs no critic, but roles has one"),
-        (["reward=my_rewards.long"], "reward=my_rewards.long: module 'my_rewards' has no attribute 'long'"),
+        (
+            ["reward=my_rewards.long"],
+            "reward=my_rewards.long cannot be imported: module 'my_rewards' has no attribute 'long'",
+        ),
         (["reward=brief"], "reward='brief' is no dotted path: use reward=package.module.function"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

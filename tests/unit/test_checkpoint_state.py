@@ -111,7 +111,8 @@ def test_a_disk_that_refuses_leaves_the_checkpoint_before_and_says_so(tmp_path, 
     monkeypatch.setattr("os.replace", full)
     saving.save({"critic": role}, step=2, **STATE)
     (note,) = notes
-    assert note.startswith("no checkpoint of step 2: rank 0: [Errno 28] No space left on device. The run goes on")
+    assert note.startswith("no checkpoint of step 2: rank 0: cannot write ")
+    assert "No space left on device. The run goes on" in note
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_1"]
     assert role.is_asleep("param")
 
@@ -285,9 +286,8 @@ def test_a_refusal_in_the_background_is_said_at_the_next_save_or_at_the_end(tmp_
             assert len(notes) == step - 2
         saving.finish()
     for step, note in zip((2, 3), notes, strict=True):
-        assert note.startswith(
-            f"no checkpoint of step {step}: rank 0: [Errno 28] No space left on device. The run goes"
-        )
+        assert note.startswith(f"no checkpoint of step {step}: rank 0: cannot write ")
+        assert "No space left on device. The run goes" in note
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_1"]
     saving.save({"critic": role}, step=4, **STATE)
     saving.finish()

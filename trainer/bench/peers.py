@@ -108,7 +108,7 @@ class SlimeLike(_Peer):
         self._regions = RoleRegions(name, plan=parts.plan, saver=parts.saver, observer=parts.observer)
         super().__init__(name, config, parts=parts, owner=self._regions.ddp_buffers())
         move_rest(self.chunks, self._regions.region("rest"))
-        with self._regions.region("optim"):
+        with self._regions.optimizer_region(0):
             self.optimizer = optimizers.megatron_optimizer(self.chunks, self._config)
         self._has_state = False
         self._copies: dict[str, torch.Tensor] = {}
@@ -120,7 +120,7 @@ class SlimeLike(_Peer):
         if self._has_state:
             return super().step()
         self._has_state = True
-        with self._regions.region("optim"):
+        with self._regions.optimizer_region(1):
             return super().step()
 
     def sleep(self) -> None:
