@@ -84,7 +84,7 @@ def test_both_loops_do_the_same_work(tmp_path):
         "bench.cases=[lean,plain]",
         "rollout=hf",
         f"hydra.run.dir={tmp_path / 'run'}",
-    ]  # the draws of both
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "run" / "training.json").read_text())
