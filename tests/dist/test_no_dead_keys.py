@@ -39,7 +39,7 @@ FLIPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "algo.clip_high": ("0.01", LARGE_STEPS),
     "algo.dual_clip": ("1.01", LARGE_STEPS),
     "algo.log_ratio_clamp": ("0.01", LARGE_STEPS),
-    "algo.value_clip": ("0.001", ()),
+    "algo.value_clip": ("0.001", ("roles.critic.optimizer.lr=2e-2", "algo.epochs=2")),
     "algo.entropy_coef": ("0.1", ()),
     "algo.loss_aggregation": ("sequence_mean", ()),
     "algo.loss_length": ("1", ("algo.loss_aggregation=fixed_length", "algo.entropy_coef=1")),
