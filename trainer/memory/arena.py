@@ -96,8 +96,8 @@ class HostArenas:
 
     @classmethod
     def of(cls, config: Config) -> HostArenas:
-        """Those of a run: page-locked where a GPU copies from them at every sleep, which ``offload=none`` spares."""
-        return cls(pinned=config.platform.name == "cuda" and config.offload.train)
+        """Those of a run: page-locked where a GPU copies from them, at sleeps or when it switches weights."""
+        return cls(pinned=config.platform.name == "cuda")
 
     def reserve(self, sizes_bytes: Mapping[str, int]) -> None:
         """Start making an arena for each owner (any name, the same as in :meth:`take`)."""
