@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.composing import config_of
+from tests.helpers.composing import config_of
 from trainer.bench.training import BenchTrainingConfig, check, training_tables
 
 SMALL = (

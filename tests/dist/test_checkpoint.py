@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import assert_same_tensors, files, whole_tensors
-from tests.composing import SMALL, config_of
-from tests.dist.checkpoint_worker import Case, run_cases
-from tests.dist.test_command_line import lasting_metrics, start, torpor
+from tests.helpers.checkpoint_worker import Case, run_cases
+from tests.helpers.checkpoints import assert_same_tensors, checkpoint_of, files, whole_tensors
+from tests.helpers.commands import lasting_metrics, start, torpor
+from tests.helpers.composing import SMALL, config_of
 from trainer.checkpoint import folder
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
@@ -49,10 +49,6 @@ PLAIN = ("roles.actor.ddp.use_distributed_optimizer=false", "roles.critic.ddp.us
 def launch_cases(cases, *, nproc, log_dir):
     environment = worker_environment(platform="cpu", sleeps=True, threads_per_worker=1)
     return launch(run_cases, cases, nproc=nproc, log_dir=log_dir, environment=environment)
-
-
-def checkpoint_of(directory: Path, step: int) -> Path:
-    return directory / "checkpoints" / f"step_{step}"
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

@@ -1,59 +1,14 @@
 """The command line end to end: real runs of seconds, what they leave, and how they end when something is wrong."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from tests.composing import SMALL, config_of
-from tests.recording import lasting
+from tests.helpers.commands import SHORT, Done, lasting_metrics, start, torpor
+from tests.helpers.composing import config_of
 from trainer.config.identity import to_plain
 from trainer.report.records import MEMORY_FILE, read_records
-
-ROOT = Path(__file__).parents[2]
-SHORT = (
-    "debug=one_step",
-    *(override for override in SMALL if override.startswith(("platform", "launch", "model", "rollout"))),
-)
-
-
-@dataclass(frozen=True)
-class Done:
-    """A finished command: its exit code, what it wrote, and where it ran."""
-
-    code: int
-    stdout: str
-    stderr: str
-    directory: Path
-
-    def jobs(self) -> dict[str, Path]:
-        """Directories in which a job was started, by their last name."""
-        return {path.parent.name: path.parent for path in sorted(self.directory.rglob(".hydra"))}
-
-
-def start(directory: Path, *arguments: str, **variables: str) -> subprocess.Popen:
-    directory.mkdir(exist_ok=True)
-    # A CUDA-capable machine runs these on the CPU too; the width keeps tables from folding their cells.
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "160"} | variables
-    command = [sys.executable, "-m", "trainer", *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=directory, env=environment, stdout=pipe, stderr=pipe, text=True)
-
-
-def torpor(directory: Path, *arguments: str) -> Done:
-    process = start(directory, *arguments)
-    stdout, stderr = process.communicate(timeout=300)
-    return Done(process.returncode, stdout, stderr, directory)
-
-
-def lasting_metrics(job: Path) -> list[dict]:
-    """The records without what depends on the machine's load and memory."""
-    return lasting(map(json.loads, (job / "metrics.jsonl").read_text().splitlines()))
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +164,7 @@ def test_a_task_that_cannot_be_read_is_refused_before_workers_start(tmp_path):
 @pytest.mark.parametrize(
     "task",
     [
-        ("task._target_=tests.dist.odd_tasks.ThroughASet",),
+        ("task._target_=tests.helpers.odd_tasks.ThroughASet",),
         ("task=reasoning_gym", "task.dataset=isomorphic_strings", "task.heldout_size=8", "data.too_long=truncate"),
     ],
 )
@@ -227,7 +182,7 @@ def test_pythons_hash_seed_changes_no_question(tmp_path, task):
 
 
 def test_questions_that_were_not_measured_are_not_asked(tmp_path):
-    done = torpor(tmp_path, *SHORT, "task._target_=tests.dist.odd_tasks.RankDependent")
+    done = torpor(tmp_path, *SHORT, "task._target_=tests.helpers.odd_tasks.RankDependent")
     assert done.code == 1
     assert "ValueError: rank 0 holds other questions than the launching process has measured: " in done.stderr
 

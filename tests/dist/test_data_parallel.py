@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.dist.data_parallel_worker import run_checks
+from tests.helpers.data_parallel_worker import run_checks
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
 

@@ -9,10 +9,9 @@ import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from tests.composing import SMALL, config_of
-from tests.dist.invariance_worker import run_matrix
-from tests.dist.test_command_line import start
-from tests.unit.test_config import CONF, GROUPS
+from tests.helpers.commands import start
+from tests.helpers.composing import CONF, GROUPS, SMALL, config_of
+from tests.helpers.invariance_worker import run_matrix
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
 

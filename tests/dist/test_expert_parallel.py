@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from tests.checkpoints import assert_same_tensors, whole_tensors
-from tests.dist.expert_parallel_worker import POLICIES, run_checks, run_replicated
+from tests.helpers.checkpoints import assert_same_tensors, whole_tensors
+from tests.helpers.expert_parallel_worker import POLICIES, run_checks, run_replicated
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
 from trainer.models.hf_files import SafetensorsFolder

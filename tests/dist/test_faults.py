@@ -2,41 +2,19 @@
 
 import re
 import signal
-import socket
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.checkpoints import files
-from tests.dist.test_checkpoint import checkpoint_of
-from tests.dist.test_command_line import SHORT, lasting_metrics, start, torpor
+from tests.helpers.checkpoints import checkpoint_of, files
+from tests.helpers.commands import SHORT, lasting_metrics, start, torpor
+from tests.helpers.processes import free_port, wait_until, workers_of
 from trainer.checkpoint import folder
 from trainer.report import read_records
 
 RUN = (*SHORT, "algo.num_steps=5", "checkpoint.every_steps=1", "checkpoint.keep_last=9")
-
-
-def wait_until(condition: Callable[[], object], process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process(process.pid).children(recursive=True):
-        try:
-            if "spawn_main" in " ".join(child.cmdline()):
-                found.append(child)
-        except psutil.NoSuchProcess:
-            continue
-    return found
 
 
 def kill_worker_after(process: subprocess.Popen, run: Path, step: int) -> None:
@@ -164,12 +142,6 @@ def test_a_job_whose_report_cannot_be_written_has_finished(tmp_path):
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"result.json", "metrics.jsonl", "memory.jsonl"} <= left
     assert not {name for name in left if name.startswith(("report", "training", "memory.png"))}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_two_nodes_are_one_job_also_after_a_worker_was_killed(tmp_path):

@@ -4,7 +4,7 @@ import mmap
 
 import pytest
 
-from tests.dist.footprint_worker import CASES, ENGINE_CASES, SHARED_CASES, run_cases
+from tests.helpers.footprint_worker import CASES, ENGINE_CASES, SHARED_CASES, run_cases
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.dist import launch_targets
+from tests.helpers import launch_targets
 from trainer.command.launch import WorkerError, launch
 
 ENVIRONMENT = {

@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.dist.test_command_line import SHORT, Done, lasting_metrics, start, torpor
-from tests.dist.test_faults import wait_until, workers_of
+from tests.helpers.commands import SHORT, Done, lasting_metrics, start, torpor
+from tests.helpers.processes import wait_until, workers_of
 
 optuna = pytest.importorskip("optuna", reason="pip install 'torpor[joblib,submitit,optuna]'")
 PARALLEL = ("-m", *SHORT, "seed=1,2", "hydra/launcher=parallel", "hydra.sweep.dir=sweep")

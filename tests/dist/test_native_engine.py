@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.dist.native_engine_worker import MOE, PROMPTS, run_layouts
+from tests.helpers.native_engine_worker import MOE, PROMPTS, run_layouts
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
 

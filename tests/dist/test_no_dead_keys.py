@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from tests.composing import SMALL, config_of
-from tests.dist.invariance_worker import run_matrix
+from tests.helpers.composing import SMALL, config_of
+from tests.helpers.invariance_worker import run_matrix
 from trainer.algo.estimators import Gae, Grpo, ReinforcePlusPlus
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment

@@ -5,10 +5,9 @@ import shlex
 
 import pytest
 
-from tests.composing import SMALL, config_of
-from tests.dist.invariance_worker import run_matrix
-from tests.dist.test_command_line import lasting_metrics, start
-from tests.unit.test_config import CONF
+from tests.helpers.commands import lasting_metrics, start
+from tests.helpers.composing import CONF, SMALL, config_of
+from tests.helpers.invariance_worker import run_matrix
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
 from trainer.plan import make_plan

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.composing import SMALL, config_of
-from tests.dist.parallel_worker import Job, run_job
-from tests.dist.test_invariance import numbers
+from tests.helpers.composing import SMALL, config_of
+from tests.helpers.invariance import numbers
+from tests.helpers.parallel_worker import Job, run_job
 from trainer.algo.log_probs import log_probs_and_entropy
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment

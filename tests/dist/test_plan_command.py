@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.dist.test_command_line import SHORT, Done, torpor
+from tests.helpers.commands import SHORT, Done, torpor
 
 ROOT = Path(__file__).parents[2]
 LLAMA_70B = (

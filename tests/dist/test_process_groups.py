@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.composing import SMALL, config_of
-from tests.dist.process_groups_worker import CYCLES, run_cycles, run_jobs
+from tests.helpers.composing import SMALL, config_of
+from tests.helpers.process_groups_worker import CYCLES, run_cycles, run_jobs
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
 

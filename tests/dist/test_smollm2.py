@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from tests.composing import config_of
-from tests.dist.invariance_worker import run_matrix
+from tests.helpers.composing import config_of
+from tests.helpers.invariance_worker import run_matrix
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
 from trainer.config.pieces import make_task

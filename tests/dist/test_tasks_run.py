@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from tests.composing import SMALL, config_of
-from tests.dist.invariance_worker import run_matrix
+from tests.helpers.composing import SMALL, config_of
+from tests.helpers.invariance_worker import run_matrix
 from trainer.command.launch import WorkerError, launch
 from trainer.command.launch_environment import worker_environment
 
@@ -36,7 +36,7 @@ def test_every_task_trains_for_a_few_steps(tmp_path):
 
 def test_ranks_with_different_questions_do_not_begin(tmp_path):
     """One question of 552 differs."""
-    config = config_of(*SMALL, "launch.nproc=2", "task._target_=tests.dist.odd_tasks.RankDependent")
+    config = config_of(*SMALL, "launch.nproc=2", "task._target_=tests.helpers.odd_tasks.RankDependent")
     environment = worker_environment(platform="cpu", sleeps=True, threads_per_worker=1)
     with pytest.raises(WorkerError, match="ValueError: rank 1 holds other questions than rank 0 holds: equal settings"):
         launch(run_matrix, ({"run": config}, None), nproc=2, log_dir=tmp_path / "logs", environment=environment)

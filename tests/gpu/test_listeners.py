@@ -6,8 +6,8 @@ import sys
 
 import torch
 
-from tests.dist.test_command_line import ROOT
-from tests.dist.test_listeners import look_at, use_the_network
+from tests.helpers.commands import ROOT
+from tests.helpers.network import look_at, use_the_network
 
 
 def test_workers_on_gpus_listen_to_themselves_alone(tmp_path, monkeypatch):

@@ -11,11 +11,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.composing import SMALL, config_of, footprint_of
-from tests.dist.invariance_worker import run_matrix
-from tests.dist.test_invariance import CASES, numbers
-from tests.gpu.worker import run_scenarios
-from tests.recording import lasting
+from tests.helpers.composing import SMALL, config_of, footprint_of
+from tests.helpers.gpu_worker import run_scenarios
+from tests.helpers.invariance import CASES, numbers
+from tests.helpers.invariance_worker import run_matrix
+from tests.helpers.recording import lasting
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
 

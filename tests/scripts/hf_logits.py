@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.composing import config_of
-from tests.roles import one_thread_world
+from tests.helpers.composing import config_of
+from tests.helpers.roles import one_thread_world
 from trainer.megatron.sharding import whole_tensors
 from trainer.memory.arena import HostArenas
 from trainer.memory.saver import make_saver

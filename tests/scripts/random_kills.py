@@ -26,8 +26,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.checkpoints import files
-from tests.dist.test_command_line import SHORT, lasting_metrics, start
+from tests.helpers.checkpoints import files
+from tests.helpers.commands import SHORT, lasting_metrics, start
 
 RUN = (*SHORT, "algo.num_steps=6", "checkpoint.every_steps=1")
 SWEEP = ("-m", *SHORT, "algo.num_steps=3", "checkpoint.every_steps=1", "memory=lean,rebuild")

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from tests.composing import config_of, footprint_of
-from tests.unit.test_checkpoint_folder import save
-from tests.unit.test_config import choices_of
-from tests.unit.test_rules import error_of, suggested
+from tests.helpers.checkpoints import save
+from tests.helpers.composing import choices_of, config_of, error_of, footprint_of, suggested
 from trainer.checkpoint import folder
 from trainer.plan import make_plan
 from trainer.plan.footprint import plan_rows

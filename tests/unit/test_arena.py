@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from tests.composing import config_of
+from tests.helpers.composing import config_of
 from trainer.memory import arena as arena_module
 from trainer.memory.arena import HostArena, HostArenas
 

@@ -8,40 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.composing import SMALL, config_of
+from tests.helpers.checkpoints import save
+from tests.helpers.composing import SMALL, config_of
 from trainer.checkpoint import folder
 from trainer.checkpoint.folder import Manifest
 from trainer.command import jobs
-from trainer.config.identity import to_plain
-
-ROLES = ("actor", "critic")
-
-
-def save(
-    run: Path,
-    step: int,
-    *,
-    keep_last: int = 9,
-    keep_best: bool = False,
-    config=None,
-    record=None,
-    roles=ROLES,
-) -> Path:
-    """A checkpoint with one file of ten bytes."""
-    temporary = folder.begin(run / "checkpoints", step)
-    (temporary / "actor").mkdir()
-    (temporary / "actor/__0_0.distcp").write_bytes(b"0123456789")
-    manifest = Manifest(
-        step=step,
-        kl_coef=0.1,
-        schedule_steps=dict.fromkeys(roles, step),
-        optimizer_steps=dict.fromkeys(roles, step),
-        tags={"actor": ["ref"], "critic": []},
-        record=record or {"step": step, "reward": 0.1 + 0.2},
-        config=to_plain(config) if config else {},
-        file_bytes={"actor/__0_0.distcp": 10},
-    )
-    return folder.commit(temporary, manifest, keep_last=keep_last, keep_best=keep_best)
 
 
 def names(run: Path) -> list[str]:

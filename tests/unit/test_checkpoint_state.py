@@ -11,9 +11,9 @@ import torch
 from torch import distributed
 from transformers import AutoTokenizer
 
-from tests.checkpoints import files, whole_tensors
-from tests.composing import footprint_of
-from tests.roles import (
+from tests.helpers.checkpoints import files, whole_tensors
+from tests.helpers.composing import footprint_of
+from tests.helpers.roles import (
     POLICIES,
     VOCAB_SIZE,
     fresh_saver,

@@ -9,21 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import LlamaConfig
 
-import conf
-from tests.composing import composed, config_of
-from trainer.config import compose as configuration
+from tests.helpers.composing import CONF, GROUPS, choices_of, composed, config_of
 from trainer.config.identity import config_hash, to_plain
 from trainer.config.schema import Config, MemoryConfig
 
-CONF = Path(conf.__path__[0])
-GROUPS = {path.name: sorted(option.stem for option in path.glob("*.yaml")) for path in CONF.iterdir() if path.is_dir()}
-for other in ("__pycache__", "hydra"):  # the presets of Hydra's own groups: tests/unit/test_sweeping.py
-    GROUPS.pop(other, None)
 OPTIONS = [(group, option) for group, options in GROUPS.items() for option in options]
 
 # Options that need more than their name, and those that are for one role only.
@@ -62,14 +55,6 @@ def jsonl(tmp_path) -> Path:
     path = tmp_path / "sums.jsonl"
     path.write_text("".join(f'{{"prompt": "{n} + 1 =", "answer": "{n + 1}"}}\n' for n in range(20)))
     return path
-
-
-def choices_of(*overrides: str) -> dict[str, str]:
-    """The option that each group of the command came to."""
-    configuration.register()
-    with initialize_config_module("conf", version_base="1.3"):
-        composed = compose("train", overrides=list(overrides), return_hydra_config=True)
-    return dict(composed.hydra.runtime.choices)
 
 
 def leaves(value, prefix="") -> list[tuple[str, object]]:
@@ -290,7 +275,7 @@ def test_the_hash_sees_every_leaf_that_decides():
 
 def test_the_hash_is_the_same_in_another_process():
     command = (
-        "from tests.composing import config_of; from trainer.config.identity import config_hash; "
+        "from tests.helpers.composing import config_of; from trainer.config.identity import config_hash; "
         "print(config_hash(config_of()))"
     )
     done = subprocess.run(

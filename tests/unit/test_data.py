@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from tests.megatron_world import one_rank_world
-from tests.roles import small_config
+from tests.helpers.megatron_world import one_rank_world
+from tests.helpers.roles import small_config
 from trainer.common.seeds import seed_for
 from trainer.data import prompts as data
 from trainer.data.prompts import Prompts

@@ -7,7 +7,7 @@ import copy
 import pytest
 from tokenizers import processors
 
-from tests.composing import config_of
+from tests.helpers.composing import config_of
 from trainer.config.schema import TokenizerConfig
 from trainer.data.encoding import Encoder
 from trainer.tasks.arithmetic import ArithmeticTask

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.full_disk import largest_file
+from tests.helpers.full_disk import largest_file
 from trainer.common.files import UnwritableFile, write_whole
 from trainer.report import MEMORY_FILE, METRICS_FILE, RunRecords, read_records
 

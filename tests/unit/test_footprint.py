@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.composing import config_of, footprint_of
+from tests.helpers.composing import config_of, footprint_of
 from trainer.plan.fit import check_fits, fits
 from trainer.plan.layout import Buffer, Parameter, buffer_layout, buffers_of, optimizer_elements, parameters, tag_bytes
 from trainer.rollout.engines import planned_bytes

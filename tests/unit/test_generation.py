@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.composing import config_of
-from tests.roles import fresh_saver, make_role, small_config
+from tests.helpers.composing import config_of
+from tests.helpers.roles import fresh_saver, make_role, small_config
 from trainer.config.pieces import make_task
 from trainer.memory.saver import make_saver
 from trainer.models.generation import end_token_ids, generation_settings, vocabulary_settings

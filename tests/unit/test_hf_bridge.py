@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 import conf
-from tests.megatron_world import logits_of, one_rank_world
+from tests.helpers.megatron_world import logits_of, one_rank_world
 from trainer.config.schema import ModelConfig
 from trainer.megatron.build import build_gpt, named_tensors
 from trainer.models.hf_bridge import from_hf, hf_config, to_hf, views_by_file_name

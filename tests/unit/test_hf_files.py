@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from tests import roles
-from tests.composing import config_of
-from tests.megatron_world import logits_of, one_rank_world
+from tests.helpers import roles
+from tests.helpers.composing import config_of
+from tests.helpers.megatron_world import logits_of, one_rank_world
 from trainer.config.schema import ModelConfig
 from trainer.megatron.build import build_gpt, named_tensors
 from trainer.models.hf_bridge import from_hf, to_hf, views_by_file_name

@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException, MissingConfigException
 
-from tests.composing import composed, config_of
+from tests.helpers.composing import composed, config_of
 from trainer.config.hints import EXTRAS, hint_for, hint_for_flags, known_keys
 from trainer.config.schema import Config
 

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from tests.roles import make_role, train
+from tests.helpers.roles import make_role, train
 from trainer.memory.arena import HostArena
 from trainer.memory.arena_store import ArenaStore
 from trainer.memory.disk_store import DiskStore

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.composing import config_of
-from tests.megatron_world import one_rank_world
+from tests.helpers.composing import config_of
+from tests.helpers.megatron_world import one_rank_world
 from trainer.config.rules import model as model_rules
 from trainer.megatron.build import build_gpt
 from trainer.megatron.kernels import layer_parts

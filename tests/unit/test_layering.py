@@ -165,7 +165,7 @@ def test_the_environment_is_written_in_one_place():
 def test_the_parent_neither_imports_megatron_nor_touches_a_device():
     program = (
         "import sys, trainer.__main__, trainer.plan.__main__, torch\n"
-        "from tests.composing import config_of\n"
+        "from tests.helpers.composing import config_of\n"
         "from trainer.plan.fit import check_fits\n"
         "from trainer.rollout.engines import planned_bytes\n"
         "from trainer.config.pieces import make_task\n"
@@ -189,3 +189,15 @@ def test_one_function_makes_every_console():
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("Console", "from_markup")
     }
     assert makers == {"trainer.common.terminal"}
+
+
+def test_test_modules_import_no_other_test_modules():
+    """What several of them share is in tests/helpers."""
+    imported = {
+        (path.name, node.module)
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "tests"
+    }
+    assert imported
+    assert {(name, module) for name, module in imported if not module.startswith("tests.helpers")} == set()

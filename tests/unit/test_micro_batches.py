@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.composing import SMALL, config_of
-from tests.roles import make_batch
+from tests.helpers.composing import SMALL, config_of
+from tests.helpers.roles import make_batch
 from trainer.training.micro_batches import Split, group_by_length, in_order, micro_batches, split_to_count
 
 pytestmark = pytest.mark.usefixtures("world")

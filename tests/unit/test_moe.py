@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from torch.nn import functional
 
 import conf
-from tests.composing import config_of
-from tests.roles import (
+from tests.helpers.composing import config_of
+from tests.helpers.roles import (
     ddp_buffers,
     fresh_saver,
     loss_of,

@@ -6,17 +6,15 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.megatron_world import one_rank_world
-from tests.roles import make_role
-from tests.unit.test_rollout import EOS, MODEL, ROLLOUT, VOCABULARY, Native, chain_weights, random_weights, tokenizer
+from tests.helpers.engines import EOS, MODEL, ROLLOUT, VOCABULARY, Native, chain_weights, random_weights
+from tests.helpers.megatron_world import one_rank_world
+from tests.helpers.roles import make_role
 from trainer.memory.saver import NullSaver, make_saver
 from trainer.rollout.native.cache import KvCache, cache_of
 from trainer.rollout.native.engine import NativeEngine
 from trainer.rollout.native.experts import Experts
 from trainer.rollout.native.sampling import Sampling, draw, uniforms
 from trainer.rollout.native.scheduler import Scheduler
-
-__all__ = ["tokenizer"]  # a fixture
 
 PROMPTS = [[10 + i, *range(20, 20 + 9 * (i % 5))] for i in range(7)] + [[5, 6, 7]] * 3
 LONG = {"max_prompt_tokens": 40, "max_new_tokens": 12}
@@ -250,7 +248,7 @@ def test_the_actor_is_awake_with_its_own_weights_and_only_inside(tokenizer):
 
 
 def role_config():
-    from tests.roles import small_config
+    from tests.helpers.roles import small_config
 
     return small_config("memory=lean")
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.composing import SMALL, config_of, footprint_of
+from tests.helpers.composing import SMALL, config_of, footprint_of
 from trainer.command.nodes import Nodes, find_nodes, first_host
 from trainer.megatron.node_settings import differences
 

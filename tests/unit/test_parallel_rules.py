@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from tests.composing import config_of
-from tests.unit.test_rules import error_of, suggested
+from tests.helpers.composing import config_of, error_of, suggested
 
 MODEL = ("platform=cpu", "model.layers=4", "model.hidden_size=64", "model.heads=8", "model.kv_heads=4")
 BATCHES = (

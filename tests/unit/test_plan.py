@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from tests.composing import config_of
+from tests.helpers.composing import config_of
 from trainer.config import rules
 from trainer.config.schema import RestoreConfig
 from trainer.plan import KINDS, Plan, PlanRow, make_plan

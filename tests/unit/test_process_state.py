@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.full_disk import largest_file
+from tests.helpers.full_disk import largest_file
 from trainer.command import process_state
 
 ELASTIC = logging.getLogger("torch.distributed.elastic")

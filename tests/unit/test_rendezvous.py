@@ -7,8 +7,8 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from tests.dist import launch_targets
-from tests.dist.test_faults import free_port
+from tests.helpers import launch_targets
+from tests.helpers.processes import free_port
 from trainer.command import rendezvous
 from trainer.command.launch import WorkerError, launch
 from trainer.command.nodes import Nodes

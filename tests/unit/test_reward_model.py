@@ -5,10 +5,10 @@ import torch
 from torch_memory_saver import torch_memory_saver
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from tests.composing import footprint_of
-from tests.dist.invariance_worker import run_one
-from tests.recording import recorded
-from tests.roles import fresh_saver, small_config, weights_of
+from tests.helpers.composing import footprint_of
+from tests.helpers.invariance_worker import run_one
+from tests.helpers.recording import recorded
+from tests.helpers.roles import fresh_saver, small_config, weights_of
 from trainer import loop, worker
 from trainer.measure.phases import Phases
 from trainer.roles.role import FORWARD

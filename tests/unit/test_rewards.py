@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from tests.composing import config_of
+from tests.helpers.composing import config_of
 from trainer.config.pieces import make_task
 from trainer.data.rewards import check_rewards, pay, verdict
 from trainer.tasks import Example

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch_memory_saver import torch_memory_saver
 
-from tests.roles import (
+from tests.helpers.roles import (
     POLICIES,
     VOCAB_SIZE,
     ddp_buffers,

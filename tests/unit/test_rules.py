@@ -1,13 +1,12 @@
 """Rules of the config: what is refused, and that the override which a message suggests is accepted."""
 
 import dataclasses
-import re
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from tests.composing import composed, config_of
+from tests.helpers.composing import composed, config_of, error_of, suggested
 from trainer.common.units import leaves
 from trainer.config import compose as configuration
 from trainer.config.identity import to_plain
@@ -31,17 +30,6 @@ SIZES = (
 )
 SOURCES = {"param": ("saver", "backuper", "main_params"), "grad": ("saver", "none")}
 FLAG = {"param": PARAM_FLAG, "grad": GRAD_FLAG}
-
-
-def error_of(*overrides: str) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the callers look at the message)
-        config_of(*overrides)
-    return str(caught.value)
-
-
-def suggested(message: str) -> list[str]:
-    """The ``key=value`` overrides after the word "use"."""
-    return re.findall(r"[a-z_.]+=[\w.]+", re.split(r"\b[uU]se\b", message)[-1])
 
 
 @pytest.fixture(scope="module")

@@ -2,41 +2,19 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import pytest
-import torch_memory_saver
-from torch_memory_saver import entrypoint
 
 import patches
-from tests.composing import config_of
+from tests.helpers.composing import config_of
+from tests.helpers.saver_library import library_replaced
 from trainer.command import attempts, launch_environment
 from trainer.command.nodes import Nodes
-from trainer.memory import cuda_regions
 from trainer.memory.saver import MemorySaver, make_saver
 from trainer.worker import Job
 
 ROOT = Path(__file__).parents[2]
-
-
-@contextmanager
-def library_replaced() -> Iterator[list[str]]:
-    """A new torch_memory_saver inside, without its library -> the hook modes in which that would have been loaded."""
-    hook_modes: list[str] = []
-
-    def load(hook_mode: str = "preload") -> mock.Mock:
-        hook_modes.append(hook_mode)
-        return mock.Mock()
-
-    with (
-        mock.patch.object(entrypoint, "_TorchMemorySaverImpl", load),
-        mock.patch.object(cuda_regions, "CudaRegions"),
-        mock.patch.object(torch_memory_saver, "torch_memory_saver", entrypoint.TorchMemorySaver()),
-    ):
-        yield hook_modes
 
 
 @pytest.mark.parametrize("policy", ["full", "no_grads", "lean", "rebuild"])
@@ -66,7 +44,8 @@ def test_the_library_is_preloaded_whether_megatrons_gpt_is_imported_before_or_af
     """In an interpreter of its own, since the import sets another mode only once."""
     program = (
         "import sys\n"
-        "from tests.unit.test_saver import MemorySaver, library_replaced\n"
+        "from tests.helpers.saver_library import library_replaced\n"
+        "from trainer.memory.saver import MemorySaver\n"
         "with library_replaced() as hook_modes:\n"
         "    assert 'megatron' not in sys.modules\n"
         f"    {first}\n"

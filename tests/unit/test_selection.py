@@ -11,8 +11,8 @@ from typing import ClassVar
 import pytest
 from rich.console import Console
 
-from tests.composing import config_of
-from tests.megatron_world import one_rank_world
+from tests.helpers.composing import config_of
+from tests.helpers.megatron_world import one_rank_world
 from trainer.config.pieces import make_task
 from trainer.config.schema import Config
 from trainer.data.encoding import Encoder

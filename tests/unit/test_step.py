@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.dist.invariance_worker import run_one
-from tests.megatron_world import logits_of
-from tests.roles import (
+from tests.helpers.invariance_worker import run_one
+from tests.helpers.megatron_world import logits_of
+from tests.helpers.roles import (
     VOCAB_SIZE,
     credited,
     ddp_buffers,

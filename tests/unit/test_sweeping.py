@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 
-from tests.composing import SMALL, config_of
+from tests.helpers.composing import SMALL, config_of
 from trainer.command import attempts, jobs
 from trainer.config import compose as configuration
 from trainer.config import objectives

@@ -3,7 +3,7 @@
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, small_config
+from tests.helpers.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, small_config
 from trainer.measure import throughput
 from trainer.measure.throughput import StepWork, Work
 from trainer.models.flops import forward_flops, matmul_parameters, peak_flops_per_second

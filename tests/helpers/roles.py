@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import patches
-from tests.composing import SMALL, config_of
-from tests.megatron_world import one_rank_world
+from tests.helpers.composing import SMALL, config_of
+from tests.helpers.megatron_world import one_rank_world
 from trainer.config.pieces import make_estimator
 from trainer.config.schema import Config
 from trainer.data.batch import Experience, RolloutBatch

@@ -1,11 +1,24 @@
 """Compose the real configuration in tests, as the command line does."""
 
+import re
+from pathlib import Path
+
+import pytest
 from hydra import compose, initialize_config_module
 
+import conf
 from trainer.config import compose as configuration
 from trainer.config.schema import Config
 from trainer.plan.footprint import Footprint, footprint
 from trainer.rollout.engines import planned_bytes
+
+CONF = Path(conf.__path__[0])
+# Group of our own -> its options. The presets of Hydra's own groups are in tests/unit/test_sweeping.py.
+GROUPS = {
+    path.name: sorted(option.stem for option in path.glob("*.yaml"))
+    for path in CONF.iterdir()
+    if path.is_dir() and path.name not in ("__pycache__", "hydra")
+}
 
 # Seconds-long runs of everything: small enough for a test, real at every point.
 SMALL = (
@@ -42,3 +55,22 @@ def footprint_of(config: Config, *, vocab_size: int, stage: int | None = None) -
     """The planned bytes of a run, its engine's among them."""
     engine = planned_bytes(config, vocab_size=vocab_size)
     return footprint(config, vocab_size=vocab_size, engine=engine, stage=stage)
+
+
+def choices_of(*overrides: str) -> dict[str, str]:
+    """The option that each group of the command came to."""
+    configuration.register()
+    with initialize_config_module("conf", version_base="1.3"):
+        composed = compose("train", overrides=list(overrides), return_hydra_config=True)
+    return dict(composed.hydra.runtime.choices)
+
+
+def error_of(*overrides: str) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the callers look at the message)
+        config_of(*overrides)
+    return str(caught.value)
+
+
+def suggested(message: str) -> list[str]:
+    """The ``key=value`` overrides after the word "use"."""
+    return re.findall(r"[a-z_.]+=[\w.]+", re.split(r"\b[uU]se\b", message)[-1])

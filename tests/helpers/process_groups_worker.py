@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 import patches
 from patches import reloadable_groups
-from tests.dist.invariance_worker import run_matrix
+from tests.helpers.invariance_worker import run_matrix
 from trainer.config.schema import Config
 
 CYCLES = 4

@@ -7,6 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
+from trainer.checkpoint import folder
+from trainer.checkpoint.folder import Manifest
+from trainer.config.identity import to_plain
+
 
 def files(checkpoint: Path) -> dict[str, bytes]:
     """Name -> content of every file that holds or describes tensors."""
@@ -31,3 +35,37 @@ def assert_same_tensors(one: Path, other: Path) -> None:
     found, expected = whole_tensors(one), whole_tensors(other)
     assert found.keys() == expected.keys()
     assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
+def checkpoint_of(directory: Path, step: int) -> Path:
+    return directory / "checkpoints" / f"step_{step}"
+
+
+ROLES = ("actor", "critic")
+
+
+def save(
+    run: Path,
+    step: int,
+    *,
+    keep_last: int = 9,
+    keep_best: bool = False,
+    config=None,
+    record=None,
+    roles=ROLES,
+) -> Path:
+    """A checkpoint with one file of ten bytes."""
+    temporary = folder.begin(run / "checkpoints", step)
+    (temporary / "actor").mkdir()
+    (temporary / "actor/__0_0.distcp").write_bytes(b"0123456789")
+    manifest = Manifest(
+        step=step,
+        kl_coef=0.1,
+        schedule_steps=dict.fromkeys(roles, step),
+        optimizer_steps=dict.fromkeys(roles, step),
+        tags={"actor": ["ref"], "critic": []},
+        record=record or {"step": step, "reward": 0.1 + 0.2},
+        config=to_plain(config) if config else {},
+        file_bytes={"actor/__0_0.distcp": 10},
+    )
+    return folder.commit(temporary, manifest, keep_last=keep_last, keep_best=keep_best)

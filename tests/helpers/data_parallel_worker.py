@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor, distributed
 
-from tests.roles import (
+from tests.helpers.roles import (
     POLICIES,
     VOCAB_SIZE,
     credited,

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from tests.composing import SMALL, config_of
-from tests.dist.checkpoint_worker import Case, run_in_group
-from tests.dist.data_parallel_worker import OVERLAP, my_share
-from tests.dist.footprint_worker import NO_DISTRIBUTED, ODD, _role_case
-from tests.dist.invariance_worker import run_configs
-from tests.roles import (
+from tests.helpers.checkpoint_worker import Case, run_in_group
+from tests.helpers.composing import SMALL, config_of
+from tests.helpers.data_parallel_worker import OVERLAP, my_share
+from tests.helpers.footprint_worker import NO_DISTRIBUTED, ODD, _role_case
+from tests.helpers.invariance_worker import run_configs
+from tests.helpers.roles import (
     VOCAB_SIZE,
     ddp_buffers,
     fresh_saver,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from tests.roles import fresh_saver, make_role, small_config
+from tests.helpers.roles import fresh_saver, make_role, small_config
 from trainer.config.pieces import make_task
 from trainer.megatron import platform
 from trainer.megatron.groups import data_parallel_rank, data_parallel_size

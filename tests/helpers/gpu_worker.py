@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from tests.megatron_world import logits_of
+from tests.helpers.megatron_world import logits_of
 from trainer.config.schema import Config
 from trainer.measure.phases import Phases
 from trainer.megatron import platform

@@ -10,9 +10,9 @@ import torch
 from torch import distributed
 
 import patches
-from tests.dist.invariance_worker import FAULTS
-from tests.full_disk import largest_file
-from tests.recording import lasting, recorded
+from tests.helpers.full_disk import largest_file
+from tests.helpers.invariance_worker import FAULTS
+from tests.helpers.recording import lasting, recorded
 from trainer import worker
 from trainer.config.schema import Config
 from trainer.measure.phases import Phases

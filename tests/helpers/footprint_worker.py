@@ -8,9 +8,9 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, distributed
 
-from tests.composing import footprint_of
-from tests.dist.data_parallel_worker import OVERLAP, small_buckets
-from tests.roles import VOCAB_SIZE, ddp_buffers, fresh_saver, make_role, small_config
+from tests.helpers.composing import footprint_of
+from tests.helpers.data_parallel_worker import OVERLAP, small_buckets
+from tests.helpers.roles import VOCAB_SIZE, ddp_buffers, fresh_saver, make_role, small_config
 from trainer.config.pieces import make_task
 from trainer.megatron import platform
 from trainer.megatron.build import named_tensors

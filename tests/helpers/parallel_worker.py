@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from tests.dist.data_parallel_worker import my_share
-from tests.dist.expert_parallel_worker import asleep
-from tests.dist.invariance_worker import run_configs
-from tests.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, normal, small_config
+from tests.helpers.data_parallel_worker import my_share
+from tests.helpers.expert_parallel_worker import asleep
+from tests.helpers.invariance_worker import run_configs
+from tests.helpers.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, normal, small_config
 from trainer import loop, worker
 from trainer.algo.log_probs import linear_log_probs_and_entropy, log_probs_and_entropy
 from trainer.config.pieces import make_task

@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 import patches
-from tests.recording import lasting, recorded
+from tests.helpers.recording import lasting, recorded
 from trainer import worker
 from trainer.config.schema import Config
 from trainer.measure.phases import Phases
