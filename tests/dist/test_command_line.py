@@ -157,7 +157,7 @@ def test_a_task_that_cannot_be_read_is_refused_before_workers_start(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\nnonsense\n')
     done = torpor(tmp_path, *SHORT, "task=jsonl", "task.path=bad.jsonl")
     assert done.code == 1
-    assert done.stderr.startswith("error: bad.jsonl, line 2: not JSON")
+    assert done.stderr.startswith("error: bad.jsonl, line 2 is not JSON")
     assert not [job for job in done.jobs().values() if (job / "logs").exists()]
 
 

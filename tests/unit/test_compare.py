@@ -233,7 +233,7 @@ def test_broken_runs_are_listed_and_the_rest_is_compared(sweep: Path):
     assert runs["4"].rewards == {1: 0.375, 2: 0.75}
     assert runs["5"].note == "ValueError: no such file"
     assert runs["6"].note == "no config.json: refused before its workers started"
-    assert "metrics.jsonl cannot be read (JSONDecodeError" in runs["10"].note
+    assert "metrics.jsonl, line 1 is not JSON" in runs["10"].note
     assert "memory.jsonl cannot be read (KeyError" in runs["10"].note
     assert re.search("config.json cannot be read .*result.json cannot be read", runs["11"].note)
     comparison = write_comparison([sweep], output=sweep)

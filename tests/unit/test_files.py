@@ -80,3 +80,20 @@ def test_records_that_somebody_deletes_end_the_run(name: str, how: str, tmp_path
                 shutil.rmtree(run)
         with pytest.raises(UnwritableFile, match=f"^cannot write {run}/{name}: it was deleted or replaced while the"):
             append({"step": 2})
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"step": 2', "is not JSON, but cut off"),
+        (b"", "is empty"),
+        (b"[2]", "holds a list"),
+        (b'{"step": 2.5}', "has step=2.5, must be a whole number"),
+        (b'{"kl": 1}', "has no field step"),
+    ],
+)
+def test_a_damaged_line_of_a_record_file_is_named(line, message, tmp_path):
+    path = tmp_path / METRICS_FILE
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n{"step"')
+    with pytest.raises(ValueError, match=rf"^{path}, line 2 {message}.*: mend or remove the line$"):
+        read_records(path)

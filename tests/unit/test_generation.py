@@ -51,7 +51,7 @@ def test_without_a_folder_or_its_files_the_tokenizer_decides(tmp_path):
 @pytest.mark.parametrize("given", ["2", [2, None], [2, -1], 2.0, True, {"id": 2}])
 @pytest.mark.parametrize("file", ["generation_config", "config"])
 def test_what_is_no_token_id_is_refused_with_its_file(tmp_path, file, given):
-    with pytest.raises(ValueError, match=rf"{file}.json: eos_token_id is .*, must be a token id or a list of them"):
+    with pytest.raises(ValueError, match=rf"{file}.json has eos_token_id=.*, must be a token id, a list of"):
         ends(tmp_path, **{file: {"eos_token_id": given}})
 
 

@@ -259,6 +259,34 @@ def test_what_a_gpt_of_ours_cannot_compute_is_refused_by_name(changes, message, 
         model_of(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty: copy or download it again"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 7\n", "is a Git LFS pointer .* git lfs pull"),
+        (b"\xef\xbb\xbf{}", "begins with a byte order mark"),
+        (b'{"model_type": "lla', "is not JSON, but cut off"),
+        (b"[]", "holds a list, must hold an object"),
+        (b"[" * 100_000, "is nested too deep"),
+        ({"num_hidden_layers": "2"}, "has num_hidden_layers='2', must be a whole number of at least 1"),
+        ({"num_attention_heads": 0}, "has num_attention_heads=0, must be a whole number of at least 1"),
+        ({"rms_norm_eps": float("nan")}, "has rms_norm_eps=NaN, must be a finite number"),
+        ({"tie_word_embeddings": "no"}, "has tie_word_embeddings='no', must be true or false"),
+        ({"rope_parameters": [1]}, r"has rope_parameters=\[1\], must be an object"),
+        ({"rope_parameters": LLAMA3 | {"factor": "8"}}, "(has rope_parameters.factor='8'|cannot be read)"),
+        ({"layer_types": ["full_attention", 3]}, r"has layer_types\.1=3, must be text"),
+        ({"dtype": "bananas"}, r"cannot be read \(AttributeError: .*bananas"),
+        ({"id2label": [1]}, r"cannot be read \(AttributeError"),
+    ],
+)
+def test_a_damaged_config_is_named_with_the_field(content, message, tmp_path):
+    if isinstance(content, dict):
+        content = json.dumps(FAMILIES["llama3"].to_dict() | content).encode()
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/config\.json {message}"):
+        model_of(tmp_path)
+
+
 def test_sliding_windows_are_refused(tmp_path):
     Qwen2Config(**SIZES, use_sliding_window=True, max_window_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="sliding-window attention"):

@@ -114,6 +114,37 @@ def test_a_sweeps_table_and_why_jobs_have_not_finished(sweep):
     ]
 
 
+def test_damaged_files_of_one_job_leave_the_sweep_its_table(sweep):
+    result = sweep / "0" / "result.json"
+    result.write_text("")  # as a power cut may leave it
+    (sweep / "1" / ".hydra" / "overrides.yaml").write_text("a: [")
+    (sweep / "2" / "failure.txt").write_text("")
+    rows = [row[1:] for row in jobs.sweep_table(sweep).rows]
+    assert [row[1:] for row in rows] == [("damaged", "-"), ("failed", "-"), ("failed", "-"), ("cut off", "-")]
+    assert [row[0] for row in rows] == ["seed=0 memory=lean", "", "seed=2 memory=lean", "seed=3 memory=lean"]
+    lines = jobs.failure_lines(sweep)
+    assert lines[0].startswith(f"job 0 damaged: {result} is empty: remove it, and the same command goes on from")
+    assert lines[4] == "job 2 failed: killed, or still running: no result and no error"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", "{", "is not JSON, but cut off .*: choose another hydra.run.dir"),
+        ("config.json", '{"launch": []}', r"has launch=\[\], must be an object"),
+        ("result.json", "[0.5]", "holds a list, must hold an object: remove it"),
+        ("result.json", '{"heldout_accuracy": "0.5"}', "has heldout_accuracy='0.5', must be a finite number"),
+        ("result.json", '{"heldout_accuracy": NaN}', "has heldout_accuracy=NaN, must be a finite number"),
+    ],
+)
+def test_a_damaged_file_of_a_job_is_named(name, text, message, tmp_path):
+    jobs.claim(tmp_path, config_of(*SMALL), None)
+    jobs.write_result(tmp_path, {"heldout_accuracy": 0.5, "host_bytes": 1})
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/{name} {message}"):
+        jobs.finished(tmp_path, config_of(*SMALL))
+
+
 def test_a_failure_is_forgotten_when_the_job_starts_again(sweep):
     jobs.claim(sweep / "1", config_of(*SMALL), None)
     assert jobs.state_of(sweep / "1") == "cut off"

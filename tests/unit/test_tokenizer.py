@@ -145,6 +145,17 @@ def test_eos_pads_where_there_is_no_pad_token(tmp_path):
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "added_tokens.json"])
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"{", "is not JSON, but cut off"), (b"[]", "holds a list, must hold")]
+)
+def test_a_damaged_file_of_a_tokenizer_is_named(name, content, message, tmp_path):
+    path = save_word_tokenizer(tmp_path, eos_token="</s>")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/{name} {message}"):
+        load_tokenizer(path, task=TASK, vocab_size=3)
+
+
 def test_folders_that_do_not_fit(tmp_path):
     (tmp_path / "empty").mkdir()
     for path, vocab_size, message in (

@@ -19,6 +19,7 @@ from trainer.bench import cases, launching, measure
 from trainer.bench.cases import CASES, BenchConfig, BenchRoot, Case, CaseJob
 from trainer.bench.launching import run_job, run_workers
 from trainer.bench.table import NEEDS_GPU, bench_table, document, plan_comparison, summarize
+from trainer.common.json_files import TEXT
 from trainer.config import compose as configuration
 from trainer.config.identity import config_hash
 from trainer.config.schema import Config
@@ -74,7 +75,7 @@ def run(bench: BenchConfig, configs: Mapping[str, Config], directory: Path, cons
             record["summary"] = summarize(record)
         with (directory / BENCH_FILE).open("a") as file:
             file.write(json.dumps(record) + "\n")
-        newest = {record["case"]: record for record in read_records(directory / BENCH_FILE)}
+        newest = {record["case"]: record for record in read_records(directory / BENCH_FILE, fields={"case": TEXT})}
         records = [newest[known] for known in CASES if known in newest]
         (directory / TABLE_FILE).write_text(document(records, cases={n: c.meaning for n, c in CASES.items()}))
     console.print(bench_table(records))

@@ -42,6 +42,7 @@ from trainer.plan import make_plan
 from trainer.plan.fit import check_fits
 from trainer.plan.footprint import footprint, plan_rows
 from trainer.report import MEMORY_FILE, METRICS_FILE, REPORT_FILE, final_tables, plan_table, read_records
+from trainer.report.records import read_result
 from trainer.rollout.engines import planned_bytes
 from trainer.tasks import Task
 from trainer.tasks.tokenizer import light_tokenizer, vocabulary_size
@@ -111,7 +112,7 @@ def _run_held(
     encoder: Encoder,
 ) -> Mapping[str, float]:
     # Only node 0 judges what the folder holds: by then it may have written its own config there.
-    earlier = jobs.finished(directory, config) if nodes.rank == 0 else jobs.read_result(directory)
+    earlier = jobs.finished(directory, config) if nodes.rank == 0 else read_result(directory)
     if earlier is not None:
         console.print(f"finished already: {directory}", soft_wrap=True)
         return earlier

@@ -20,11 +20,12 @@ from hydra.experimental.callback import Callback
 
 from trainer.checkpoint import folder as checkpoints
 from trainer.common.files import UnwritableFile, write_whole
+from trainer.common.json_files import OBJECT, TEXT, optional
 from trainer.config.identity import decisive, to_plain
 from trainer.config.schema import Config
 from trainer.report import MEMORY_FILE, METRICS_FILE, Table
 from trainer.report.compare import find_runs, read_overrides
-from trainer.report.records import CONFIG_FILE, RESULT_FILE
+from trainer.report.records import CONFIG_FILE, RESULT_FILE, read_config, read_result
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 FAILURE_FILE = "failure.txt"  # why the job has not finished: one line, then where to read more
 LOCK_FILE = ".lock"
 OUTPUT_FILE = "output.log"  # what a job wrote that had no terminal of its own
+_COMPARED = {"launch": OBJECT, "resume": optional(TEXT)}
 
 
 class SweepDirectory(Callback):
@@ -55,7 +57,7 @@ def finished(directory: Path, config: Config) -> dict[str, Any] | None:
     path = directory / CONFIG_FILE
     if not path.exists():
         return None
-    if not _is_same_job(json.loads(path.read_text()), to_plain(config), directory):
+    if not _is_same_job(read_config(directory, fields=_COMPARED), to_plain(config), directory):
         raise ValueError(
             f"{directory} holds a run of another config, which this one would overwrite: choose another "
             "hydra.run.dir (in a sweep hydra.sweep.dir)"
@@ -142,17 +144,20 @@ def own_output(directory: Path) -> Iterator[None]:
         print(f"job {directory.name} {state_of(directory)}", flush=True)
 
 
-def read_result(directory: Path) -> dict[str, Any] | None:
-    """The result of a finished job; None if there is none."""
-    path = directory / RESULT_FILE
-    return json.loads(path.read_text()) if path.exists() else None
-
-
 def state_of(directory: Path) -> str:
-    """ "finished", "failed" (a note says why) or "cut off": killed, or still running."""
+    """ "finished", "failed" (a note says why), "damaged" (its result) or "cut off": killed, or still running."""
     if (directory / FAILURE_FILE).exists():
         return "failed"
-    return "finished" if (directory / RESULT_FILE).exists() else "cut off"
+    result, damage = _result_of(directory)
+    return "damaged" if damage is not None else "cut off" if result is None else "finished"
+
+
+def _result_of(directory: Path) -> tuple[dict[str, float] | None, str | None]:
+    """(the result, what is wrong with its file)."""
+    try:
+        return read_result(directory), None
+    except ValueError as error:
+        return None, str(error)
 
 
 def sweep_table(directory: Path) -> Table:
@@ -162,8 +167,8 @@ def sweep_table(directory: Path) -> Table:
     shared = set.intersection(*map(set, overrides.values())) if len(jobs) > 1 else set()
     rows = []
     for job in jobs:
-        result = read_result(job)
         own = " ".join(override for override in overrides[job] if override not in shared)
+        result, _ = _result_of(job)
         accuracy = "-" if result is None else f"{result['heldout_accuracy']:.2%}"
         rows.append((str(job.relative_to(directory)), own, state_of(job), accuracy))
     columns = ("job", "overrides", "state", "held-out accuracy")
@@ -176,8 +181,9 @@ def failure_lines(directory: Path) -> list[str]:
     for job in find_runs(directory):
         if state_of(job) == "finished":
             continue
-        note = job / FAILURE_FILE
-        text = note.read_text(errors="replace") if note.exists() else "killed, or still running: no result and no error"
+        note, (_, damage) = job / FAILURE_FILE, _result_of(job)
+        text = note.read_text(errors="replace").strip() if note.exists() else ""
+        text = text or damage or "killed, or still running: no result and no error"
         named = re.search(r"^  (?:traceback|log): (.+)$", text, re.MULTILINE)
         output = job / OUTPUT_FILE
         log = named.group(1) if named else str(output if output.exists() else note if note.exists() else job / "logs")

@@ -6,9 +6,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from trainer.common.json_files import (
+    COPY_AGAIN,
+    FLAG,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    Kind,
+    field_faults,
+    list_of,
+    optional,
+    read_json,
+    whole,
+)
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 MIXTURES = ("mixtral", "qwen3_moe")
@@ -27,13 +40,27 @@ _ROPE_SCALING = {  # ours -> theirs
 }
 
 
+_FIELDS = {  # of config.json, whose absence transformers makes good
+    **dict.fromkeys(("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"), optional(whole(1))),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), optional(whole(1))),
+    **dict.fromkeys(("num_local_experts", "num_experts", "num_experts_per_tok"), optional(whole(1))),
+    **dict.fromkeys(("moe_intermediate_size", "max_position_embeddings"), optional(whole(1))),
+    **dict.fromkeys(("rms_norm_eps", "initializer_range", "rope_theta"), optional(NUMBER)),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob"), optional(FLAG)),
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), optional(OBJECT)),
+    **dict.fromkeys(("model_type", "hidden_act", "dtype", "torch_dtype"), optional(TEXT)),
+    "layer_types": optional(list_of(TEXT)),
+}
+
+
 def architecture_of(folder: str) -> dict[str, Any]:
     """Every field of ``ModelConfig`` except ``path`` and ``router_aux_loss_coef``, for the model in ``folder``.
 
     A float16 checkpoint (or one that does not say) is a ``fp32`` model, which loses nothing.
 
     Raises:
-        ValueError: there is no config.json, or it asks for something that a GPT of ours cannot compute; names it.
+        ValueError: there is no config.json, it is damaged, or it asks for something that a GPT of ours cannot compute;
+            names it.
     """
     file = Path(folder, "config.json")
     if not file.is_file():
@@ -41,12 +68,13 @@ def architecture_of(folder: str) -> dict[str, Any]:
             f"model.path={folder} holds no config.json (relative paths start at the directory of the command): "
             "give a folder with a Hugging Face model (config.json, *.safetensors, tokenizer files)"
         )
-    family = json.loads(file.read_text()).get("model_type")
+    family = read_json(file, advice=COPY_AGAIN, fields=_FIELDS).get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"model.path={folder} holds a model of type {family}: supported are {', '.join(FAMILIES)}")
-    from transformers import AutoConfig  # seconds that only runs with such a model pay
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = _read_by_transformers(file)
+    bad = next(field_faults(config.rope_parameters, _rope_fields(config.rope_parameters), "rope_parameters."), None)
+    if bad is not None:
+        raise ValueError(f"{file} {bad}: {COPY_AGAIN}")
     unsupported = [text for is_given, text in _unsupported(config, family) if is_given]
     if unsupported:
         raise ValueError(
@@ -75,6 +103,22 @@ def architecture_of(folder: str) -> dict[str, Any]:
         "init_std": config.initializer_range,
         "dtype": "bf16" if str(config.dtype).endswith("bfloat16") else "fp32",
     }
+
+
+def _read_by_transformers(file: Path) -> Any:
+    """The PreTrainedConfig in a config.json, which knows all defaults and older spellings."""
+    from transformers import AutoConfig  # seconds that only runs with such a model pay
+
+    try:
+        return AutoConfig.from_pretrained(file.parent, local_files_only=True)
+    except Exception as error:  # transformers raises anything on values that it does not expect
+        text = " ".join(str(error).split())
+        raise ValueError(f"{file} cannot be read ({type(error).__name__}: {text}): {COPY_AGAIN}") from error
+
+
+def _rope_fields(rope: dict[str, Any]) -> dict[str, Kind]:
+    scaling = _ROPE_SCALING.values() if rope.get("rope_type") == "llama3" else ()
+    return {"rope_theta": NUMBER, "rope_type": TEXT, **dict.fromkeys(scaling, NUMBER)}
 
 
 def _num_experts(config: Any, family: str) -> int | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.common.json_files import COPY_AGAIN, Kind, read_json
 from trainer.config.schema import ModelConfig
 from trainer.tasks.tokenizer import vocabulary_size
 
@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 GENERATION_FILE = "generation_config.json"
+_FIELDS = {
+    "eos_token_id": Kind(
+        "a token id, a list of them, or null",
+        lambda given: all(
+            type(token_id) is int and token_id >= 0
+            for token_id in (given if isinstance(given, list) else () if given is None else (given,))
+        ),
+    )
+}
 
 
 def end_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
@@ -25,12 +34,7 @@ def end_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> tup
     found: list[int] = []
     for name in (GENERATION_FILE, "config.json") if model.path is not None else ():
         given = _read(model.path, name).get("eos_token_id")
-        ids = given if isinstance(given, list) else [] if given is None else [given]
-        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
-            raise ValueError(
-                f"{Path(str(model.path), name)}: eos_token_id is {given!r}, must be a token id or a list of them"
-            )
-        found += ids
+        found += given if isinstance(given, list) else [] if given is None else [given]
     assert isinstance(tokenizer.eos_token_id, int)
     return tuple(dict.fromkeys([*found, tokenizer.eos_token_id]))
 
@@ -53,12 +57,4 @@ def generation_settings(model: ModelConfig) -> dict[str, Any]:
 
 def _read(folder: str | None, name: str) -> dict[str, Any]:
     file = Path(folder or "", name)
-    if folder is None or not file.is_file():
-        return {}
-    try:
-        settings = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}): copy or download it again") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{file} holds a {type(settings).__name__}, must hold an object: copy or download it again")
-    return settings
+    return {} if folder is None or not file.exists() else read_json(file, advice=COPY_AGAIN, fields=_FIELDS)

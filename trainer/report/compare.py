@@ -3,7 +3,6 @@
 Broken and unfinished runs are read as far as they go. Simplification: memory and seconds are those of rank 0.
 """
 
-import json
 import os
 import re
 import statistics
@@ -17,7 +16,17 @@ import yaml
 from trainer.common.units import leaves
 from trainer.report.memory import Sample, host_bytes_by_owner, last_sleeps, median_seconds, timeline
 from trainer.report.progress import step_seconds
-from trainer.report.records import BENCH_FILE, CONFIG_FILE, MEMORY_FILE, METRICS_FILE, RESULT_FILE, Record, read_records
+from trainer.report.records import (
+    BENCH_FILE,
+    CONFIG_FILE,
+    MEMORY_FILE,
+    METRICS_FILE,
+    RESULT_FILE,
+    Record,
+    read_config,
+    read_records,
+    read_result,
+)
 
 
 @dataclass(kw_only=True)
@@ -84,9 +93,13 @@ def find_runs(directory: Path) -> list[Path]:
 
 
 def read_overrides(directory: Path) -> list[str]:
-    """The command line's overrides of a run, as Hydra wrote them down; none where it wrote nothing."""
+    """The command line's overrides of a run, as Hydra wrote them down; none where it wrote nothing that can be read."""
     path = directory / ".hydra" / "overrides.yaml"
-    return yaml.safe_load(path.read_text()) if path.exists() else []
+    try:
+        found = yaml.safe_load(path.read_bytes())
+    except (OSError, yaml.YAMLError):
+        return []
+    return [str(override) for override in found] if isinstance(found, list) else []
 
 
 def read_runs(directories: Iterable[Path]) -> list[Run]:
@@ -124,7 +137,7 @@ def _read_run(directory: Path, *, name: str) -> Run:
     attempt(METRICS_FILE, lambda: _read_metrics(run, read_records(directory / METRICS_FILE)))
     attempt(MEMORY_FILE, lambda: _read_memory(run, read_records(directory / MEMORY_FILE)))
     if (directory / RESULT_FILE).exists():
-        attempt(RESULT_FILE, lambda: _read_result(run, directory / RESULT_FILE))
+        attempt(RESULT_FILE, lambda: _read_result(run, directory))
     tracebacks = sorted((directory / "logs").glob("rank_*.traceback"))
     if run.state != "finished" and tracebacks:
         run.state = "failed"
@@ -138,11 +151,11 @@ def _read_run(directory: Path, *, name: str) -> Run:
 
 
 def _read_config(run: Run, directory: Path) -> None:
-    run.settings = dict(leaves(json.loads((directory / CONFIG_FILE).read_text())))
+    run.settings = dict(leaves(read_config(directory)))
 
 
-def _read_result(run: Run, path: Path) -> None:
-    json.loads(path.read_text())
+def _read_result(run: Run, directory: Path) -> None:
+    read_result(directory)
     run.state = "finished"
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from trainer.common.files import UnwritableFile, naming, write_whole
+from trainer.common.json_files import NUMBER, Kind, optional, parse_json, read_json, whole
 
 Record = Mapping[str, Any]
 
@@ -36,11 +37,38 @@ RESULT_FILE = "result.json"
 BENCH_FILE = "bench.jsonl"  # of ``trainer.bench``, whose directories are no runs
 METRICS_FILE = "metrics.jsonl"
 MEMORY_FILE = "memory.jsonl"
+_FIELDS = {"step": whole(0)}
+_RESULT_FIELDS = {"heldout_accuracy": NUMBER, "host_bytes": optional(NUMBER)}
+_ANOTHER = "choose another hydra.run.dir (in a sweep hydra.sweep.dir)"
 
 
-def read_records(path: Path) -> list[Record]:
-    """All whole lines of a record file; a line that a killed run left unfinished is not one of them."""
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+def read_records(path: Path, *, fields: Mapping[str, Kind] = _FIELDS) -> list[Record]:
+    """All whole lines of a record file; a line that a killed run left unfinished is not one of them.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is no JSON object, or lacks one of the ``fields``; names file and line.
+    """
+    return [
+        parse_json(line, where=f"{path}, line {number}", advice="mend or remove the line", fields=fields)
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1)
+    ]
+
+
+def read_config(directory: Path, *, fields: Mapping[str, Kind] | None = None) -> dict[str, Any]:
+    """Every resolved value of the run in ``directory``, as nested dicts. Raises as :func:`read_json` does."""
+    return read_json(directory / CONFIG_FILE, advice=_ANOTHER, fields=fields)
+
+
+def read_result(directory: Path) -> dict[str, float] | None:
+    """The objectives of the finished run in ``directory``; None if it has not finished.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    path = directory / RESULT_FILE
+    advice = f"remove it, and the same command goes on from the newest checkpoint; or {_ANOTHER}"
+    return read_json(path, advice=advice, fields=_RESULT_FIELDS) if path.exists() else None
 
 
 class RunRecords:

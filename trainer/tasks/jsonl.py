@@ -5,6 +5,7 @@ Simplification: every worker reads the whole file into memory. Relative paths st
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import random
@@ -14,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Optional
 
+from trainer.common.json_files import parse_json
 from trainer.tasks.base import Example, Task, check_heldout_fraction, count_heldout
 from trainer.tasks.verifiers import VERIFIERS, resolve_verifier, verify
 
@@ -97,6 +99,7 @@ class JsonlTask(Task):
         empty = True
         with open(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
                     empty = False
                     yield self._example(line, where=f"{path}, line {number}")
@@ -106,7 +109,7 @@ class JsonlTask(Task):
             )
 
     def _example(self, line: bytes, *, where: str) -> Example:
-        row = _json_object(line, where=where)
+        row = parse_json(line, where=where, advice="mend the line, or leave it out")
         question = self._pop(row, "prompt_field", types=(str,), where=where)
         answer = self._pop(row, "answer_field", types=(str, int, float), where=where)
         if not isinstance(answer, str):
@@ -130,13 +133,3 @@ class JsonlTask(Task):
             allowed = " or ".join(kind.__name__ for kind in types)
             raise ValueError(f"{where}: field {name!r} is {value!r}, must be {allowed} and not blank")
         return value
-
-
-def _json_object(line: bytes, *, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: a {type(row).__name__}, not an object with the fields of a question")
-    return row

@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from trainer.common.json_files import COPY_AGAIN, read_json
 from trainer.tasks.base import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 PAD, BOS, EOS = SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
+_FILES = (  # of a tokenizer folder, where they exist
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    "config.json",
+)
 SMALLEST_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 
@@ -106,6 +111,9 @@ def _load(path: str) -> PreTrainedTokenizerFast:
         raise ValueError(
             f"tokenizer.path={path} is no folder ({Path(path).resolve()}): give one with tokenizer.path=..."
         )
+    for name in _FILES:
+        if (file := Path(path, name)).exists():
+            read_json(file, advice=COPY_AGAIN)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # transformers raises anything on a folder that it cannot read
