@@ -155,7 +155,7 @@ def test_two_nodes_are_one_job_also_after_a_worker_was_killed(tmp_path):
     outputs = [node.communicate(timeout=200) for node in nodes]
     _, stderr = one.communicate(timeout=200)
     assert one.returncode == 0, stderr
-    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(words[-3000:] for _, words in outputs)
     assert "workers: 1 on node 0 of 2" in outputs[0][0]
     assert re.search(r"restart 1 of 1: goes on from step [234]", outputs[0][0])
     assert "restart 1 of 1: goes on from where node 0 does" in outputs[1][0]

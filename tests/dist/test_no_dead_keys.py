@@ -74,7 +74,7 @@ FLIPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "rollout.top_k": ("2", ()),
     "rollout.min_p": ("0.5", ()),
     "rollout.stop": ("['1']", ()),
-    "rollout.engine": ("hf", ()),
+    "rollout.engine": ("native", ()),
     "rollout.max_new_tokens": ("3", ()),
 }
 INVISIBLE = {

@@ -1,5 +1,6 @@
 """Processes of a job: wait for them, find its workers, find a free port."""
 
+import random
 import socket
 import subprocess
 import time
@@ -27,7 +28,15 @@ def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port(count: int = 2) -> int:
+    """The first of ``count`` free ports in a row (a job that restarts meets at the next one), below those from which
+    the system gives out ports to whoever asks."""
+    for _ in range(100):
+        first = random.randrange(15_000, 32_000)
+        try:
+            for port in range(first, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no free ports")
