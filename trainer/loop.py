@@ -1,6 +1,6 @@
 """The training loop, top to bottom: a supervised warm-up of the actor, then PPO steps.
 
-    collect: sync -> rollout -> log-probs -> values -> advantages
+    collect: sync -> rollout -> log-probs (of the reference, of the actor) -> values -> advantages
     learn:   train critic -> train actor (which is backed up)
     then:    report -> checkpoint
 
@@ -11,7 +11,7 @@ Whoever is not at work sleeps; a forward-only phase wakes parameters alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,9 @@ from trainer.algo.estimators import AdvantageEstimator
 from trainer.algo.kl import next_kl_coef
 from trainer.checkpoint.state import Checkpoints
 from trainer.common.seeds import seed_for
-from trainer.config.roles import optimizer_steps, trained_roles
+from trainer.config.roles import REFERENCE, optimizer_steps, trained_roles
 from trainer.config.schema import AlgoConfig, Config
-from trainer.data.batch import Experience
+from trainer.data.batch import Experience, RolloutBatch
 from trainer.data.prompts import Prompts
 from trainer.measure import metrics, throughput
 from trainer.measure.diagnostics import StepTraces
@@ -38,6 +38,8 @@ from trainer.rollout.base import RolloutEngine
 from trainer.training import step
 from trainer.training.experience import Judgement, agreed_responses, experience_of, rollout_batch
 from trainer.training.micro_batches import Split
+
+REFERENCE_PHASE, LOG_PROBS_PHASE = "ref_log_probs", "log_probs"
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Run:
         """Phase of a forward pass over a step's responses -> the role whose pass it is."""
         critics = {"values": self.critic.name} if self.critic else {}
         judges = {phase: role.name for phase, role in self.judges.items()}
-        return {**judges, "ref_log_probs": self.actor.name, "log_probs": self.actor.name, **critics}
+        return {**judges, REFERENCE_PHASE: self.actor.name, LOG_PROBS_PHASE: self.actor.name, **critics}
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
     for step_number in range(record["step"] + 1, settings.num_steps + 1):
         with outputs.trace(step_number):
             record = {"step": step_number, **ppo_step(run, step_number, schedules=schedules, kl_coef=kl_coef)}
-        kl_coef = _next_kl_coef(run.config, kl_coef, record["kl"])
+        kl_coef = _next_kl_coef(run.config, kl_coef, record.get("kl"))
         if _needs_accuracy(settings, step_number, checkpoints):
             record["heldout_accuracy"] = evaluate(run, at_step=step_number)
         if step_number == settings.num_steps:
@@ -144,10 +146,13 @@ def warm_up(run: Run, outputs: Outputs) -> None:
             if outputs.progress:
                 mean = sums["loss_sum"] / sums["loss_count"]
                 outputs.progress.warm_up(number, total=settings.warmup_steps, loss=mean)
-        actor.copy_to_tag("ref")
-    if run.critic and run.config.critic_starts_from_actor and actor.backuper:
-        with run.phases.phase("warm_up", step=0), run.critic.awake():
-            start_critic_from(actor.backuper.get("ref"), run.critic)
+        if settings.uses_reference:
+            actor.copy_to_tag(REFERENCE)
+    if run.critic and run.config.critic_starts_from_actor:
+        with run.phases.phase("warm_up", step=0):
+            weights = actor.weights_on_host(REFERENCE if settings.uses_reference else actor.name)
+            with run.critic.awake():
+                start_critic_from(weights, run.critic)
         if outputs.progress:
             actor_then = "warmed-up actor" if settings.warmup_steps else "actor"
             outputs.progress.note(f"the critic starts from the {actor_then}; only its value head is new")
@@ -178,7 +183,6 @@ def collect(run: Run, number: int, *, kl_coef: float) -> Experience:
     """Responses to the prompts of step ``number``, judged by all models and credited."""
     config, phases, actor, critic = run.config, run.phases, run.actor, run.critic
     split = Split.of_scoring(config.algo)
-    scoring = {"temperature": config.rollout.temperature, "vocab_size": run.vocab_size, "split": split}
 
     if run.engine.has_own_weights:
         with phases.phase("sync", step=number):
@@ -196,17 +200,40 @@ def collect(run: Run, number: int, *, kl_coef: float) -> Experience:
     for phase, judge in run.judges.items():
         with phases.phase(phase, step=number), judge.awake(kinds=FORWARD):
             drawn = drawn.paid(step.final_values(judge, drawn, split=split))
-    with phases.phase("ref_log_probs", step=number), actor.awake(kinds=FORWARD, tag="ref"):
-        ref_log_probs, _ = step.log_probs(actor, drawn, **scoring)
-    with phases.phase("log_probs", step=number), actor.awake(kinds=FORWARD):
-        old_log_probs, entropy = step.log_probs(actor, drawn, **scoring)
+    log_probs = _log_probs(run, drawn, number)
     values = None
     if critic:
         with phases.phase("values", step=number), critic.awake(kinds=FORWARD):
             values = step.values(critic, drawn, split=split)
     with phases.phase("advantages", step=number):
-        judged = Judgement(ref_log_probs, old_log_probs, entropy, values)
+        ref_log_probs, _ = log_probs.get(REFERENCE_PHASE, (None, None))
+        judged = Judgement(ref_log_probs, *log_probs.get(LOG_PROBS_PHASE, (None, None)), values)
         return experience_of(drawn, judged, settings=config.algo, estimator=run.estimator, kl_coef=kl_coef)
+
+
+def _log_probs(run: Run, drawn: RolloutBatch, number: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Phase -> log-probs and entropies of its weights: those of the phases that step ``number`` needs, in one wake-up
+    of the actor."""
+    config, actor = run.config, run.actor
+    trains_actor = number > config.algo.critic_warmup_steps
+    weights_of = {
+        REFERENCE_PHASE: REFERENCE if config.algo.uses_reference else None,
+        LOG_PROBS_PHASE: None if trains_actor and config.algo.old_log_probs_come_from_training else actor.name,
+    }
+    wanted = {phase: tag for phase, tag in weights_of.items() if tag is not None}
+    sampling = {"temperature": config.rollout.temperature, "vocab_size": run.vocab_size}
+    found = {}
+    with ExitStack() as awake:
+        for phase, tag in wanted.items():
+            with run.phases.phase(phase, step=number):
+                if found:
+                    actor.switch_to(tag)
+                else:
+                    awake.enter_context(actor.awake(kinds=FORWARD, tag=tag))
+                found[phase] = step.log_probs(actor, drawn, split=Split.of_scoring(config.algo), **sampling)
+                if len(found) == len(wanted):
+                    awake.close()
+    return found
 
 
 def learn(
@@ -265,9 +292,9 @@ def _schedules(run: Run) -> dict[str, Any]:
     }
 
 
-def _next_kl_coef(config: Config, kl_coef: float, observed: float) -> float:
+def _next_kl_coef(config: Config, kl_coef: float, observed: float | None) -> float:
     kl = config.algo.kl
-    if kl.target is None:
+    if kl.target is None or observed is None:
         return kl_coef
     batch_size = config.algo.prompts_per_step * config.algo.responses_per_prompt
     return next_kl_coef(kl_coef, observed=observed, target=kl.target, horizon=kl.horizon, batch_size=batch_size)

@@ -69,12 +69,15 @@ def test_a_forward_pass_wakes_parameters_only_and_goes_straight_to_its_weights(p
         if record["step"] == 1 and record.get("state") in ("awake", "restored") and record["role"] != "engine":
             events.setdefault(record["phase"], []).append((record["role"], record["kind"], record["state"]))
     actor = [("actor", "param", "awake"), ("actor", "rest", "awake"), ("actor", "param", "restored")]
-    assert {phase: events[phase] for phase in ("rollout", "ref_log_probs", "log_probs", "values")} == {
-        "rollout": actor,  # whose parameters are sampled from
-        "ref_log_probs": actor,
-        "log_probs": actor,
-        "values": [("critic", "param", "awake"), ("critic", "rest", "awake")],
-    }
+    assert (
+        {phase: events[phase] for phase in ("rollout", "ref_log_probs", "log_probs", "values")}
+        == {
+            "rollout": actor,  # whose parameters are sampled from
+            "ref_log_probs": actor,
+            "log_probs": actor[-1:],  # from one wake-up to the next the reference's weights make room
+            "values": [("critic", "param", "awake"), ("critic", "rest", "awake")],
+        }
+    )
     woken = {kind for _, kind, state in events["train_critic"] if state == "awake"}
     assert woken == {"param", "grad", "optim", "rest"}
 

@@ -78,6 +78,7 @@ FLIPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "rollout.max_new_tokens": ("3", ()),
 }
 INVISIBLE = {
+    "algo.old_log_probs": "where they come from changes no bit (tests/unit/test_needless_passes.py)",
     "algo.micro_batch_size": "splits the work of a rank; no split may change a mean (tests/unit/test_step.py)",
     "algo.micro_batch_tokens": "splits it in another way; compared in the same test",
     "rollout.max_prompt_tokens": "a limit: longer prompts are refused (tests/unit/test_rollout.py)",

@@ -53,6 +53,7 @@ def save(
     config=None,
     record=None,
     roles=ROLES,
+    actor_tags=("ref",),
 ) -> Path:
     """A checkpoint with one file of ten bytes."""
     temporary = folder.begin(run / "checkpoints", step)
@@ -63,7 +64,7 @@ def save(
         kl_coef=0.1,
         schedule_steps=dict.fromkeys(roles, step),
         optimizer_steps=dict.fromkeys(roles, step),
-        tags={"actor": ["ref"], "critic": []},
+        tags={"actor": list(actor_tags), "critic": []},
         record=record or {"step": step, "reward": 0.1 + 0.2},
         config=to_plain(config) if config else {},
         file_bytes={"actor/__0_0.distcp": 10},

@@ -100,6 +100,22 @@ def test_a_sleeping_actor_is_saved_as_its_last_step_left_it(policy, tmp_path):
     assert not same_weights(reference, weights)
 
 
+def test_a_reference_that_was_saved_is_left_where_nothing_reads_it(tmp_path):
+    role = make_role("actor")
+    role.copy_to_tag("ref")
+    train(role)
+    role.backup()
+    digest = role.weights_sha256()
+    checkpoints(tmp_path)[0].save({"actor": role}, step=1, **STATE)
+    fresh_saver()
+    another = make_role("actor", "algo.kl.coef=0", seed=2)
+    made, _ = checkpoints(tmp_path, "algo.kl.coef=0", resume_from=tmp_path / "checkpoints/step_1")
+    made.restore({"actor": another})
+    assert another.further_tags == []
+    another.wake_up()
+    assert another.weights_sha256() == digest
+
+
 def test_a_disk_that_refuses_leaves_the_checkpoint_before_and_says_so(tmp_path, monkeypatch):
     role = make_role("critic", "memory=rebuild")
     saving, notes = checkpoints(tmp_path)

@@ -162,10 +162,13 @@ class PlainLoop:
             responses = self._engine.generate(self._prompts.encode(examples), seed=seed)
             scores = self._prompts.scores(responses.texts, examples)
             drawn = rollout_batch(responses, scores=scores, weights_step=number - 1)
-        with phase("ref_log_probs", step=number):
-            ref_log_probs, _ = infer(self._reference, drawn, scoring)
-        with phase("log_probs", step=number):
-            old_log_probs, entropy = infer(self._actor.read, drawn, scoring)
+        ref_log_probs = old_log_probs = entropy = None
+        if settings.uses_reference:
+            with phase("ref_log_probs", step=number):
+                ref_log_probs, _ = infer(self._reference, drawn, scoring)
+        if not settings.old_log_probs_come_from_training:
+            with phase("log_probs", step=number):
+                old_log_probs, entropy = infer(self._actor.read, drawn, scoring)
         with phase("values", step=number):
             (values,) = infer(self._critic.read, drawn, scoring)
         with phase("advantages", step=number):

@@ -116,7 +116,11 @@ def training_tables(records: Mapping[str, Record]) -> list[Table]:
 
     header = [f"{name} {what}" for name in records for what in columns]
     peak = {name: record["gpu_peak_allocated_bytes"] for name, record in records.items()}
-    first = [(key, *(f"{record['steps'][0][key]:.6g}" for record in records.values())) for key in _SAME]
+    first = [
+        (key, *(f"{record['steps'][0][key]:.6g}" for record in records.values()))
+        for key in _SAME
+        if all(key in record["steps"][0] for record in records.values())
+    ]
     first.append(("GPU GiB at most", *(text(b if b is None else b / 2**30, ".1f") for b in peak.values())))
     bars = _bars(seconds, peak)
     return [

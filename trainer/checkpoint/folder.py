@@ -26,6 +26,7 @@ from typing import Any
 
 from trainer.common.files import sync, write_whole
 from trainer.config.identity import to_plain
+from trainer.config.roles import REFERENCE
 from trainer.config.schema import Config
 
 FOLDER = "checkpoints"
@@ -212,6 +213,12 @@ def _check(config: Config, manifest: Manifest, checkpoint: Path) -> None:
         raise ValueError(
             f"the checkpoint {checkpoint} has no {' and '.join(absent)}: it was saved by an algorithm without. Go on "
             "from it with algo=grpo, rloo or reinforce_pp"
+        )
+    if config.algo.uses_reference and REFERENCE not in manifest.tags["actor"]:
+        raise ValueError(
+            f"the checkpoint {checkpoint} has no reference model: it was saved with algo.kl.coef=0, and algo.kl.coef="
+            f"{config.algo.kl.coef:g} with algo.kl.target={config.algo.kl.target} needs one. Go on from it with "
+            "algo.kl.coef=0 algo.kl.target=null"
         )
     wanted = config.algo.num_steps
     if manifest.step > wanted or (manifest.step == wanted and "heldout_accuracy" not in manifest.record):

@@ -145,7 +145,8 @@ class Checkpoints:
         manifest = folder.read(self._resume_from)
         for name, role in roles.items():
             with role.awake():
-                with role.overwriting(tags=manifest.tags[name]) as shares:
+                tags = [tag for tag in manifest.tags[name] if tag in (role.spec.tags or ())]
+                with role.overwriting(tags=tags) as shares:
                     for share in shares:
                         for tensor in share.tensors.values():
                             tensor.zero_()  # padding, which no checkpoint holds, stays so

@@ -17,7 +17,8 @@ class RoleSpec:
         name: its key in ``roles``.
         has_value_head: it ends in a number per token, fp32, instead of logits.
         is_trained: it has gradients and an optimizer; otherwise its weights stay those of its folder.
-        tags: versions of its weights that its weights backuper keeps beside its own; None: it has no backuper.
+        tags: versions of its weights that its weights backuper keeps beside its own, without the reference model's
+            where nothing reads it; None: it has no backuper.
         folder: Hugging Face folder that its weights come from; None: random ones.
     """
 
@@ -49,11 +50,14 @@ class TrainedRole:
 def role_spec(config: Config, role: str) -> RoleSpec:
     """The description of one of the config's roles."""
     settings = config.roles[role]
+    tags = settings.tags
+    if tags is not None and not config.algo.uses_reference:
+        tags = [tag for tag in tags if tag != REFERENCE]
     return RoleSpec(
         name=role,
         has_value_head=settings.head == "value",
         is_trained=settings.trained,
-        tags=None if settings.tags is None else tuple(settings.tags),
+        tags=None if tags is None else tuple(tags),
         folder=settings.model.path,
     )
 

@@ -251,6 +251,9 @@ class KlConfig(Section):
 
 @dataclass
 class AlgoConfig(Section):
+    """``old_log_probs``: where the log-probs before training come from, a ``forward`` pass of their own or the one pass
+    that trains (``training``); ``auto``: the latter where it gives the same."""
+
     num_steps: int
     warmup_steps: int
     warmup_lr: float
@@ -260,6 +263,7 @@ class AlgoConfig(Section):
     epochs: int
     minibatches: int
     shuffle_seed: int
+    old_log_probs: str
     micro_batch_size: int
     micro_batch_tokens: Optional[int]  # noqa: UP045
     whiten_advantages: bool
@@ -276,6 +280,22 @@ class AlgoConfig(Section):
     heldout_prompts: int
     evaluate_every: Optional[int]  # noqa: UP045
     kl: KlConfig
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether KL to the reference model counts, or may come to; otherwise nobody keeps or asks that model."""
+        return self.kl.coef > 0 or self.kl.target is not None
+
+    @property
+    def needs_log_probs_before_training(self) -> bool:
+        """Whether something reads them before the pass that trains, or later passes train on the same responses."""
+        has_kl_in_reward = self.uses_reference and self.kl.placement == "reward"
+        return self.epochs * self.minibatches > 1 or has_kl_in_reward
+
+    @property
+    def old_log_probs_come_from_training(self) -> bool:
+        """Whether a step has no forward pass of its own for them; one that does not train the actor has it always."""
+        return self.old_log_probs != "forward" and not self.needs_log_probs_before_training
 
 
 @dataclass

@@ -86,18 +86,19 @@ class Experience(RolloutBatch):
     """What roles train on. Everything per token is [n, s-1] fp32.
 
     Attributes:
-        ref_log_probs: under the reference model.
-        old_log_probs: under the weights before this step's training, computed as training computes them.
-        entropy: of the distributions that the tokens are drawn from, under the same weights.
-        kl: estimate of the KL divergence to the reference, not scaled.
+        ref_log_probs: under the reference model; None where nothing reads them.
+        old_log_probs: under the weights before this step's training, computed as training computes them; None: training
+            itself gives them.
+        entropy: of the distributions that the tokens are drawn from, under the same weights; None with them.
+        kl: estimate of the KL divergence to the reference, not scaled; None without both log-probs.
         advantages: what the actor's loss weighs tokens with.
         values, returns: the critic's values before each token, and what they are to become; None without a critic.
     """
 
-    ref_log_probs: Tensor
-    old_log_probs: Tensor
-    entropy: Tensor
-    kl: Tensor
+    ref_log_probs: Tensor | None
+    old_log_probs: Tensor | None
+    entropy: Tensor | None
+    kl: Tensor | None
     advantages: Tensor
     values: Tensor | None
     returns: Tensor | None

@@ -11,14 +11,14 @@ from trainer.algo.masked import explained_variance, moment_sums, variance_from_s
 from trainer.data.batch import Experience
 from trainer.megatron.groups import sum_over_ranks
 
+OBSERVED = ("kl", "entropy", "rollout_log_prob_gap")  # what log-probs before training say of a rollout
 Sums = Sequence[dict[str, float]]  # of the optimizer steps of one PPO step, see step.train_minibatch
 
 
 def of_rollout(batch: Experience) -> dict[str, float]:
-    """Reward, KL to the reference, entropy, lengths, and statistics of advantages, with a critic also of values and
-    returns. Collective."""
+    """Reward, lengths, statistics of advantages, with a critic also of values and returns; of :data:`OBSERVED` what is
+    known before training. Collective."""
     mask, scores = batch.response_mask, batch.scores.double()
-    gap = (batch.old_log_probs - batch.engine_log_probs).abs()
     sums: dict[str, Tensor | float] = {
         "sequences": len(scores),
         "tokens": mask.sum(),
@@ -26,10 +26,12 @@ def of_rollout(batch: Experience) -> dict[str, float]:
         "reward_square": (scores**2).sum(),
         "truncated": batch.truncated.sum(),
     }
-    per_token = {"kl": batch.kl, "entropy": batch.entropy, "rollout_log_prob_gap": gap}
+    observed = {"kl": batch.kl, "entropy": batch.entropy}
+    if batch.old_log_probs is not None:
+        observed[OBSERVED[-1]] = (batch.old_log_probs - batch.engine_log_probs).abs()
     credit = {"value": batch.values, "return": batch.returns, "advantage": batch.advantages}
     credit = {name: x for name, x in credit.items() if x is not None}
-    per_token |= credit
+    per_token = {name: x for name, x in observed.items() if x is not None} | credit
     for name, x in per_token.items():
         sums[name], sums[f"{name}_square"] = moment_sums(x, mask=mask)
     total = sum_over_ranks(sums)
@@ -43,7 +45,7 @@ def of_rollout(batch: Experience) -> dict[str, float]:
         "response_tokens": total["tokens"],
     }
     for name in per_token:
-        result[name if name in ("kl", "entropy", "rollout_log_prob_gap") else f"{name}_mean"] = total[name] / tokens
+        result[name if name in OBSERVED else f"{name}_mean"] = total[name] / tokens
     for name in credit:
         variance = variance_from_sums(count=tokens, total=total[name], square_total=total[f"{name}_square"])
         result[f"{name}_std"] = variance**0.5
@@ -67,10 +69,12 @@ def _common(sums: Sums, role: str) -> dict[str, float]:
 
 
 def of_actor(sums: Sums | None) -> dict[str, float]:
-    """Policy loss, clip fractions and KL to the sampling policy; nothing while only the critic trains."""
+    """Policy loss, clip fractions and KL to the sampling policy; nothing while only the critic trains. What training
+    has found of :data:`OBSERVED`."""
     if sums is None:
         return {}
     return {
+        **{name: _mean(sums, name, "tokens") for name in OBSERVED if name in sums[0]},
         **_common(sums, "actor"),
         "actor/clip_fraction": _mean(sums, "clip_fraction_low", "tokens") + _mean(sums, "clip_fraction_high", "tokens"),
         "actor/clip_fraction_low": _mean(sums, "clip_fraction_low", "tokens"),

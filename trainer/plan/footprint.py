@@ -174,6 +174,9 @@ def _moments(
         yield moment(f"{role} forward", {role: "forward"})
     for role in trained_roles(config):
         yield moment(f"train {role}", {role: "train"})
+    if config.critic_starts_from_actor:
+        copied = 0 if backed_up_tags(plan, role_spec(config, "actor")) else roles["actor"].weights
+        yield moment("start critic from actor", {"critic": "train"}, host_transient=copied)
     if config.checkpoint.every_steps is not None:
         for role in trained_roles(config):
             state, woken, copies = _saving(config, plan, role, roles[role])

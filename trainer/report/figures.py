@@ -36,8 +36,8 @@ _SHADE = 0.35
 
 
 def draw_training(metrics: Sequence[Record], path: Path) -> bool:
-    """Reward, held-out accuracy, KL, value loss (without a critic: response length) and entropy over PPO steps.
-    Without one: False, no file."""
+    """Reward, held-out accuracy, KL (without a reference: gradient norm), value loss (without a critic: response
+    length) and entropy over PPO steps. Without a step: False, no file."""
     steps = [record for record in metrics if record["step"] > 0]
     if not steps:
         return False
@@ -47,7 +47,10 @@ def draw_training(metrics: Sequence[Record], path: Path) -> bool:
         reward = figure.add_subplot(grid[0, :2])
         kl, middle, entropy = (figure.add_subplot(grid[1, column], sharex=reward) for column in range(3))
         _draw_metric(reward, steps, "reward", "Reward", "mean per response", BLUE)
-        _draw_metric(kl, steps, "kl", "KL to the reference", "nats per token", ORANGE)
+        if any("kl" in record for record in steps):
+            _draw_metric(kl, steps, "kl", "KL to the reference", "nats per token", ORANGE)
+        else:
+            _draw_metric(kl, steps, "actor/grad_norm", "Gradient norm of the actor", "before clipping", ORANGE)
         if any("critic/loss" in record for record in steps):
             _draw_metric(middle, steps, "critic/loss", "Value loss", "loss", GREEN)
         else:

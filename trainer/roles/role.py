@@ -307,6 +307,16 @@ class Role:
             self._backup_if_trained()
             self.backuper.copy(src_tag=self.name, dst_tag=dst_tag)
 
+    def weights_on_host(self, tag: str) -> Mapping[str, torch.Tensor]:
+        """Name -> tensor of the weights of ``tag`` in host memory. The role sleeps before and afterwards, if models do.
+        Its own weights are copied where no backup keeps them."""
+        if self.backuper is not None and (tag != self.name or tag in self.backuper.backup_tags):
+            return self.backuper.get(tag)
+        copy = TensorBackuper.create(source_getter=lambda: named_tensors(self.chunks))
+        with self.awake(kinds=FORWARD):
+            copy.backup(self.name)
+        return copy.get(self.name)
+
     # ---- work --------------------------------------------------------------------------------------------------
 
     def require(self, kinds: Collection[str], *, tag: str | None = None) -> None:

@@ -44,13 +44,13 @@ class Judgement:
     """What the roles' forward passes say of a rollout.
 
     Attributes:
-        ref_log_probs, old_log_probs, entropy: [n, s-1], as in :class:`~trainer.data.batch.Experience`.
+        ref_log_probs, old_log_probs, entropy: [n, s-1] or None, as in :class:`~trainer.data.batch.Experience`.
         values: [n, s], column t the value of the text up to and including tokens[:, t]; None without a critic.
     """
 
-    ref_log_probs: Tensor
-    old_log_probs: Tensor
-    entropy: Tensor
+    ref_log_probs: Tensor | None
+    old_log_probs: Tensor | None
+    entropy: Tensor | None
     values: Tensor | None
 
 
@@ -63,16 +63,19 @@ def experience_of(
         ValueError: the estimator gave something of another shape, or no returns for the critic.
     """
     mask, values = drawn.response_mask, judged.values
-    kl = kl_estimate(
-        judged.old_log_probs,
-        ref_log_probs=judged.ref_log_probs,
-        response_mask=mask,
-        estimator=settings.kl.estimator,
-        clamp=settings.kl.clamp,
-    )
+    kl = None
+    if judged.old_log_probs is not None and judged.ref_log_probs is not None:
+        kl = kl_estimate(
+            judged.old_log_probs,
+            ref_log_probs=judged.ref_log_probs,
+            response_mask=mask,
+            estimator=settings.kl.estimator,
+            clamp=settings.kl.clamp,
+        )
+    assert kl is not None or settings.kl.placement == "loss" or not kl_coef, "KL in the reward needs both log-probs"
     rewards = token_rewards(
         drawn.scores,
-        kl=kl,
+        kl=torch.zeros(mask.shape, device=mask.device) if kl is None else kl,
         response_mask=mask,
         kl_coef=kl_coef if settings.kl.placement == "reward" else 0.0,
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainer.algo import losses
 from trainer.algo.kl import kl_estimate
-from trainer.algo.masked import zero_padding
+from trainer.algo.masked import masked_sum, zero_padding
 from trainer.config.schema import AlgoConfig
 from trainer.data.batch import Experience, Sequences, SequencesT
 from trainer.megatron.groups import (
@@ -191,14 +191,17 @@ def supervised_loss(*, vocab_size: int) -> Loss[Sequences]:
 
 
 def policy_loss(settings: AlgoConfig, *, temperature: float, vocab_size: int, kl_coef: float) -> Loss[Experience]:
-    """Clipped PPO objective, minus the entropy bonus, plus KL to the reference where it is a loss."""
+    """Clipped PPO objective, minus the entropy bonus, plus KL to the reference where it is a loss.
+
+    Without log-probs from before, those of this pass are the old ones, and it reports what is read off them.
+    """
     kl = settings.kl
 
     def loss(batch: Experience, token_log_probs: Tensor, entropy: Tensor) -> LossTerms:
-        mask = batch.response_mask
+        mask, old_log_probs = batch.response_mask, batch.old_log_probs
         per_token, stats = losses.policy_loss(
             token_log_probs,
-            old_log_probs=batch.old_log_probs,
+            old_log_probs=token_log_probs.detach() if old_log_probs is None else old_log_probs,
             advantages=batch.advantages,
             response_mask=mask,
             clip_low=settings.clip_low,
@@ -208,14 +211,18 @@ def policy_loss(settings: AlgoConfig, *, temperature: float, vocab_size: int, kl
         )
         if settings.entropy_coef:
             per_token = per_token - settings.entropy_coef * zero_padding(entropy, mask=mask)
-        if kl.placement == "loss":
-            per_token = per_token + kl_coef * kl_estimate(
+        observed = {"entropy": entropy, "rollout_log_prob_gap": (token_log_probs - batch.engine_log_probs).abs()}
+        if kl.placement == "loss" and batch.ref_log_probs is not None:
+            observed["kl"] = kl_estimate(
                 token_log_probs,
                 ref_log_probs=batch.ref_log_probs,
                 response_mask=mask,
                 estimator=kl.estimator,
                 clamp=kl.clamp,
             )
+            per_token = per_token + kl_coef * observed["kl"]
+        if old_log_probs is None:
+            stats |= {name: masked_sum(x.detach().double(), mask=mask) for name, x in observed.items()}
         stats["tokens"] = mask.sum()
         return *_aggregate(per_token, mask, settings), stats
 

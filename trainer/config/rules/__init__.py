@@ -22,6 +22,7 @@ RULES = (
     algo.check_critic_start,
     algo.check_groups,
     algo.check_clip_and_kl,
+    algo.check_old_log_probs,
     algo.check_schedules,
     memory.check_nccl_ub,
     memory.check_destroy_process_groups,

@@ -126,6 +126,16 @@ def check_clip_and_kl(config: Config) -> None:
         )
 
 
+def check_old_log_probs(config: Config) -> None:
+    algo = config.algo
+    if algo.old_log_probs == "training" and algo.needs_log_probs_before_training:
+        raise ValueError(
+            f"algo.old_log_probs=training with algo.epochs={algo.epochs}, algo.minibatches={algo.minibatches}, "
+            f"algo.kl.placement={algo.kl.placement} and algo.kl.coef={algo.kl.coef:g}: a later pass trains on the same "
+            "responses, or the KL in the reward needs them before. Use algo.old_log_probs=auto or forward"
+        )
+
+
 def check_schedules(config: Config) -> None:
     """A wsd schedule says how long it decays, and that fits between the warm-up and the end."""
     for role, trained in trained_roles(config).items():

@@ -23,6 +23,7 @@ CHOICES = {
     "data.too_long": ("error", "drop", "truncate"),
     "rollout.engine": ("native", "hf"),
     "algo.loss_aggregation": ("token_mean", "sequence_mean", "fixed_length"),
+    "algo.old_log_probs": ("auto", "forward", "training"),
     "algo.kl.placement": ("reward", "loss"),
     "algo.kl.estimator": ("k1", "k2", "k3"),
     "platform.name": ("cpu", "cuda"),
