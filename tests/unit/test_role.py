@@ -196,6 +196,45 @@ def test_gradients_are_garbage_after_a_wake_up_and_zero_before_every_use():
         assert all(tensor.isfinite().all() for tensor in weights_of(role).values())
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda role: role.sleep(),
+        lambda role: role.sleep(kinds={"grad"}),
+        lambda role: role.wake_up(),
+        lambda role: role.wake_up(tag="ref"),
+        lambda role: role.switch_to("ref"),
+        lambda role: role.backup(),
+        lambda role: role.copy_to_tag("ref"),
+        lambda role: role.load_weights({}),
+        lambda role: role.awake().__enter__(),
+        lambda role: role.readable().__enter__(),
+        lambda role: role.overwriting(tags=[]).__enter__(),
+        lambda role: role.training().__enter__(),
+    ],
+)
+def test_nothing_makes_a_role_sleep_or_changes_its_weights_between_two_micro_batches(call):
+    """What gradients have come together would be lost, in silence where nothing poisons them."""
+    role, undisturbed = make_role("actor"), make_role("actor")
+    role.copy_to_tag("ref")
+    train(role)
+    train(undisturbed)
+    refusals = []
+
+    def hooked(module, inputs):
+        with pytest.raises(RuntimeError, match=r"^\w+\(\) of the actor inside training\(\)") as caught:
+            call(role)
+        refusals.append(str(caught.value))
+
+    handle = role.chunks[0].register_forward_pre_hook(hooked)
+    train(role)
+    handle.remove()
+    train(undisturbed)
+    assert len(refusals) > 1
+    assert role.weights_sha256() == undisturbed.weights_sha256()
+    role.sleep()
+
+
 # ---- tags ----------------------------------------------------------------------------------------------------------
 
 

@@ -83,7 +83,7 @@ class Role:
             self._set_param_hooks(enabled=False)
         self.backuper: TensorBackuper | None = None
         self._active_tag: str | None = name
-        self._trained_since_backup = True
+        self._trained_since_backup, self._trains = True, False
         if self.spec.has_backuper:
             is_shared = config.memory.tags == "sharded" and self.spec.is_trained
             self.backuper = TensorBackuper.create(
@@ -120,7 +120,13 @@ class Role:
 
     def sleep(self, *, kinds: Collection[str] = TRAINING) -> None:
         """Release the buffers of ``kinds`` (those asleep already stay so). Weights trained since the last backup are
-        backed up first. Raises ValueError for an unknown kind."""
+        backed up first.
+
+        Raises:
+            ValueError: an unknown kind.
+            RuntimeError: inside :meth:`training`; so do all methods that make the role sleep or change its weights.
+        """
+        self._refuse_in_training("sleep")
         kinds = self._with_rest(kinds)
         goes_to_sleep = "param" in kinds and self._plan.sleeps and not self.is_asleep("rest")
         if goes_to_sleep:
@@ -143,7 +149,9 @@ class Role:
         Raises:
             ValueError: an unknown kind, or a tag that is not backed up.
             MemoryError: the device has too little free memory; nothing was woken.
+            RuntimeError: inside :meth:`training`.
         """
+        self._refuse_in_training("wake_up")
         tag = tag or self.name
         self._check_tag(tag)
         kinds = self._with_rest(kinds)
@@ -158,6 +166,7 @@ class Role:
     @contextmanager
     def awake(self, *, kinds: Collection[str] = TRAINING, tag: str | None = None) -> Iterator[None]:
         """Awake inside, asleep after, also when the body raises."""
+        self._refuse_in_training("awake")
         try:
             self.wake_up(kinds=kinds, tag=tag)
             yield
@@ -172,6 +181,7 @@ class Role:
         :func:`trainer.megatron.optimizer.shares` names.
         What host memory holds of a sleeping role is read there, and only the rest wakes up.
         """
+        self._refuse_in_training("readable")
         keeper, backed_up = self._regions.keeper_of_sleeping_state, None
         pieces = keeper.host_tensors() if keeper is not None else None
         if self.backuper is not None and self.name in self.backuper.backup_tags and self.is_asleep("rest"):
@@ -194,6 +204,7 @@ class Role:
     @contextmanager
     def overwriting(self, *, tags: Collection[str]) -> Iterator[list[Share]]:
         """The same of an awake role, to be filled inside, with ``tags`` as its further tags."""
+        self._refuse_in_training("overwriting")
         self.require(TRAINING, tag=self.name)
         self._regions.will_change()
         for tag in tags:
@@ -218,6 +229,7 @@ class Role:
 
     def switch_to(self, tag: str) -> None:
         """Put the weights of ``tag`` into the awake parameters, e.g. "ref" and back to "actor"."""
+        self._refuse_in_training("switch_to")
         self.require(FORWARD)
         self._check_tag(tag)
         if tag == self.name and self._rebuilds and self._regions.keeper_of_sleeping_state is None:
@@ -286,6 +298,7 @@ class Role:
     def backup(self) -> None:
         """``backup("actor")`` after a training phase; nothing to do for a role whose parameters are rebuilt or that has
         no backuper."""
+        self._refuse_in_training("backup")
         self.require(FORWARD)
         self._backup_if_trained()
         self._regions.start_saving()
@@ -299,6 +312,7 @@ class Role:
 
     def copy_to_tag(self, dst_tag: str) -> None:
         """Keep the current weights under ``dst_tag`` too (the reference model, once the warm-up has ended)."""
+        self._refuse_in_training("copy_to_tag")
         self.require(FORWARD, tag=self.name)
         assert self.backuper is not None
         if self._rebuilds:
@@ -331,16 +345,27 @@ class Role:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """One optimizer step's forward and backward passes happen inside, then :meth:`step`."""
+        """One optimizer step's forward and backward passes happen inside, then :meth:`step`. Gradients add up until
+        then, so nothing in between may drop them or change the weights: whatever would is a RuntimeError."""
+        self._refuse_in_training("training")
         self.require(TRAINING, tag=self.name)
         self._set_param_hooks(enabled=True)
+        self._trains = True
         try:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad(set_to_none=True)
             yield
         finally:
+            self._trains = False
             self._set_param_hooks(enabled=False)
+
+    def _refuse_in_training(self, method: str) -> None:
+        if self._trains:
+            raise RuntimeError(
+                f"{method}() of the {self.name} inside training(), where gradients of several micro-batches add up: "
+                "call it before training(), or after the step"
+            )
 
     def step(self) -> tuple[bool, float]:
         """Optimizer step on the gradients in the buffers -> (updated, gradient norm before clipping)."""
@@ -369,6 +394,7 @@ class Role:
         Raises:
             ValueError: a name that the model lacks, or another shape than its tensor has.
         """
+        self._refuse_in_training("load_weights")
         self.require(TRAINING, tag=self.name)
         self._regions.will_change()
         own = dict(named_tensors(self.chunks))
