@@ -193,7 +193,7 @@ def test_questions_that_were_not_measured_are_not_asked(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "lines"),
     [
-        (["launch.nproc=0"], ["error: launch.nproc=0: must be at least 1"]),
+        (["launch.nproc=0"], ["error: launch.nproc=0: must be between 1 and 1000"]),
         (["task=jsonl"], ["error: no value given for task.path: add task.path=... to the command"]),
         (
             ["platform=cuda"],

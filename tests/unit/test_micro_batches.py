@@ -56,7 +56,7 @@ def test_each_minibatch_is_grouped_as_it_will_be_when_it_trains():
     ("overrides", "message"),
     [
         (["algo.micro_batch_tokens=35"], r"less than one sequence .* = 36: use algo.micro_batch_tokens=36"),
-        (["algo.micro_batch_tokens=0"], r"algo.micro_batch_tokens=0: must be at least 1"),
+        (["algo.micro_batch_tokens=0"], r"algo.micro_batch_tokens=0: must be between 1 and"),
         (["algo.micro_batch_tokens=64", "algo.minibatches=3"], r"= 16 is no multiple .* = 3: use .*prompts_per_step=9"),
     ],
 )

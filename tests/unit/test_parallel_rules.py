@@ -31,8 +31,8 @@ def test_the_world_size_spells_out_its_factors():
     )
     assert accepted("parallel.tp=2", "parallel.pp=2", *suggested(message)).data_parallel_size == 1
     assert accepted("parallel.tp=2", "parallel.pp=2", "launch.nproc=8").data_parallel_size == 2
-    assert "parallel.tp=0: must be at least 1" in refused("parallel.tp=0")
-    assert "parallel.vpp=0: must be at least 1" in refused("parallel.vpp=0")
+    assert "parallel.tp=0: must be between 1 and 1000" in refused("parallel.tp=0")
+    assert "parallel.vpp=0: must be between 1 and 1000" in refused("parallel.vpp=0")
 
 
 def test_tensor_parallel_sizes_that_fit_are_listed():

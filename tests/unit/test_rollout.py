@@ -19,8 +19,8 @@ from tests.helpers.engines import (
 )
 from tests.helpers.megatron_world import logits_of, one_rank_world
 from trainer.algo.log_probs import log_probs_from_logits
-from trainer.config.rules.limits import CHOICES
 from trainer.config.schema import RopeScalingConfig
+from trainer.config.settings import setting_of
 from trainer.megatron.build import build_gpt, named_tensors
 from trainer.memory.saver import MemorySaver, NullSaver
 from trainer.models.hf_bridge import to_hf
@@ -145,7 +145,8 @@ def test_a_rollout_that_fails_leaves_the_engine_asleep(make_engine):
 
 
 def test_every_engine_that_may_be_chosen_can_be_planned_and_built():
-    assert set(ENGINES) == set(CHOICES["rollout.engine"])
+    (engines,) = setting_of("rollout.engine").said
+    assert set(ENGINES) == set(engines.allowed)
 
 
 def test_savers_generate_alike(make_engine):

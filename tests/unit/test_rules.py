@@ -1,17 +1,23 @@
 """Rules of the config: what is refused, and that the override which a message suggests is accepted."""
 
 import dataclasses
+import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from tests.helpers.composing import composed, config_of, error_of, suggested
+from trainer.common.limits import Limits, Words
 from trainer.common.units import leaves
 from trainer.config import compose as configuration
+from trainer.config.hints import known_keys
 from trainer.config.identity import to_plain
-from trainer.config.rules import limits
-from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, Config
+from trainer.config.rules.limits import check_values
+from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, Config, MemoryConfig, RopeScalingConfig
+from trainer.config.settings import setting_of
 from trainer.plan import make_plan
 
 # Sizes that the messages below speak of; a later override on a command line wins.
@@ -247,51 +253,122 @@ def test_an_actor_is_needed():
     assert "role@roles.actor=actor" in message
 
 
-def test_every_choice_is_checked_wherever_it_can_be_set(base):
-    for dotted, allowed in limits.CHOICES.items():
-        prefixes = ["", "roles.actor.", "roles.critic."] if dotted.startswith(("model.", "optimizer.")) else [""]
-        for prefix in prefixes:
-            with pytest.raises(ValueError) as caught:  # noqa: PT011
-                with_values(base, **{f"{prefix}{dotted}".replace(".", "__"): "nonsense"})
-            assert str(caught.value) == f"{prefix}{dotted}=nonsense: must be one of {', '.join(allowed)}"
+def declared(kind: type) -> dict[str, Any]:
+    """What the schema says of every setting that says a ``kind``, by key."""
+    said = {key: [rule for rule in setting_of(key).said if isinstance(rule, kind)] for key in known_keys()}
+    return {key: rules[0] for key, rules in said.items() if rules}
 
 
-def test_every_range_is_checked_at_both_ends(base):
-    for dotted, (smallest, largest) in limits.RANGES.items():
-        prefix = "roles.critic." if dotted == "optimizer.lr" else ""
-        for value in [smallest - 1] + ([] if largest is None else [largest + 1]):
-            with pytest.raises(ValueError, match=rf"^{prefix}{dotted}=\S+: must be (at least|between) {smallest}"):
-                with_values(base, **{f"{prefix}{dotted}".replace(".", "__"): value})
+def replaced(section: Any, key: str, value: Any) -> Any:
+    """The config with another value of one setting, unchecked."""
+    if not key:
+        return value
+    first, _, rest = key.partition(".")
+    if isinstance(section, dict):
+        return section | {first: replaced(section[first], rest, value)}
+    if isinstance(section, MemoryConfig) and first in section.roles:
+        return dataclasses.replace(section, roles=replaced(section.roles, key, value))
+    return dataclasses.replace(section, **{first: replaced(getattr(section, first), rest, value)})
 
 
-def test_every_number_has_a_range_or_a_reason(base):
+def refused_value(config: Config, key: str, value: Any) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the callers look at the message)
+        check_values(replaced(config, key, value))
+    return str(caught.value)
+
+
+def test_every_word_is_checked_wherever_it_can_be_set(base):
+    words, config = declared(Words), configuration.to_config(base)
+    assert {"model.dtype", "roles.actor.model.dtype", "roles.critic.model.dtype", "roles.actor.head"} < set(words)
+    for key, rule in words.items():
+        assert refused_value(config, key, "nonsense") == f"{key}=nonsense: must be one of {', '.join(rule.allowed)}"
+
+
+def test_every_limit_is_checked_at_both_ends(base):
+    scaling = RopeScalingConfig(8, 1, 4, 64)
     config = configuration.to_config(base)
-    numbers = set()
+    for name in ("model", "roles.actor.model", "roles.critic.model"):
+        config = replaced(config, f"{name}.rope_scaling", scaling)
+    check_values(config)
+    limits = declared(Limits)
+    assert {"model.layers", "roles.critic.model.layers", "algo.kl.clamp", "model.rope_scaling.factor"} < set(limits)
+    for key, rule in limits.items():
+        for value in (rule.smallest, rule.largest):
+            check_values(replaced(config, key, value))
+        for value in (rule.smallest - abs(rule.smallest) / 2 - 1, rule.largest * 2):
+            ends = f"{_number(rule.smallest)} and {_number(rule.largest)}"
+            assert refused_value(config, key, value) == f"{key}={value}: must be between {ends}"
 
-    def walk(section, prefix):
-        for field in dataclasses.fields(section):
-            value = getattr(section, field.name)
-            if dataclasses.is_dataclass(value):
-                walk(value, f"{prefix}{field.name}.")
-            elif isinstance(value, int | float) and not isinstance(value, bool):
-                numbers.add(f"{prefix}{field.name}")
 
-    walk(config, "")
-    own_rule = {"seed", "algo.shuffle_seed", "tokenizer.vocab_size"}  # any seed; check_tokenizer
-    assert numbers - set(limits.RANGES) == own_rule
+def _number(limit: float) -> str:
+    return f"{limit:g}" if isinstance(limit, float) else str(limit)
+
+
+def test_every_number_of_the_schema_has_limits():
+    limits = declared(Limits)
+    for key in known_keys():
+        section, _, name = key.rpartition(".")
+        within = setting_of(section).section if section else Config
+        kind = typing.get_type_hints(within)[name]
+        if {int, float} & {kind, *typing.get_args(kind)} and key != "diagnostics.profile_steps":  # any of the steps
+            assert key in limits
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.vocab_size=1000000000000", "model.vocab_size=1000000000000: must be between 1 and 10000000"),
+        ("tokenizer.vocab_size=1000000000000", "tokenizer.vocab_size=1000000000000: must be between 1 and"),
+        ("algo.micro_batch_size=1000000000000", "algo.micro_batch_size=1000000000000: must be between 1 and"),
+        ("model.layers=1000000000000", "model.layers=1000000000000: must be between 1 and 1000"),
+        ("optimizer.eps=0", "optimizer.eps=0.0: must be between 1e-20 and 1"),
+        ("algo.dual_clip=nan", "algo.dual_clip=nan: must be a finite number"),
+        ("algo.log_ratio_clamp=100", "algo.log_ratio_clamp=100.0: must be between 0 and 80"),
+        ("launch.threads_per_worker=1000000000000", "launch.threads_per_worker=1000000000000: must be between 1 and"),
+        ("launch.nproc=1000000000000", "launch.nproc=1000000000000: must be between 1 and 1000"),
+        ("task.heldout_fraction=inf", "task.heldout_fraction=inf: must be a finite number"),
+    ],
+)
+def test_no_number_is_too_large_or_too_small_to_work_with(override, message):
+    assert error_of(override).startswith(message)
+
+
+def test_a_section_that_holds_null_can_be_given_on_the_command_line():
+    scaling = "{factor: 8, low_freq_factor: 1, high_freq_factor: 4, original_length: 64}"
+    for config in (config_of(f"model.rope_scaling={scaling}"), config_of(f"+model.rope_scaling={scaling}")):
+        assert config.roles["critic"].model.rope_scaling == config.model.rope_scaling == RopeScalingConfig(8, 1, 4, 64)
+    config = config_of(f"roles.critic.model.rope_scaling={scaling}")
+    assert config.model.rope_scaling is None
+    assert config.roles["critic"].model.rope_scaling == RopeScalingConfig(8, 1, 4, 64)
+    message = error_of("+model.rope_scaling.factor=8")
+    assert "no value given for " in message
+    assert "model.rope_scaling.low_freq_factor" in message
+    wrong = scaling.replace("4", "1")
+    assert "low_freq_factor=1.0 is not below high_freq_factor=1.0" in error_of(f"model.rope_scaling={wrong}")
+    too_large = scaling.replace("8", "1e9")
+    assert error_of(f"model.rope_scaling={too_large}").startswith("model.rope_scaling.factor=1000000000.0: must be")
+    optimizer = "{lr: 1e-4, min_lr_ratio: 0.1}"
+    assert "no value given for roles.critic.optimizer.beta1" in error_of(
+        "roles.critic.optimizer=null", f"roles.critic.optimizer={optimizer}"
+    )
+
+
+def test_unknown_words_in_a_section_that_may_be_null_are_refused():
+    with pytest.raises(OmegaConfBaseException, match="wavelength"):
+        config_of("model.rope_scaling={wavelength: 8}")
+    with pytest.raises(OmegaConfBaseException, match="abc"):
+        config_of("+model.rope_scaling.factor=abc")
 
 
 def test_every_fractional_number_is_finite(base):
     """Those that are null by default too, and those of a task, an estimator and a list."""
-    config = to_plain(configuration.to_config(base))
-    names = [name for name, value in leaves(config) if isinstance(value, float)]
+    config = configuration.to_config(base)
+    names = [name for name, value in leaves(to_plain(config)) if isinstance(value, float)]
     names += ["algo.kl.target", "algo.dual_clip", "launch.gpu_memory_gib", "platform.peak_tflops"]
     assert {"algo.value_clip", "task.heldout_fraction", "advantages.lam", "model.norm_eps"} < set(names)
     for name in names:
-        key = name.replace(".", "__")
         for value in ("nan", "inf", "-inf"):
-            with pytest.raises(ValueError, match=rf"^{name}={value}: must be a finite number"):
-                with_values(base, **{key: float(value)})
+            assert refused_value(config, name, float(value)) == f"{name}={value}: must be a finite number"
 
 
 def test_a_number_deep_in_a_tasks_arguments_is_finite():

@@ -26,13 +26,14 @@ from typing import Any
 
 from trainer.common.files import sync, write_whole
 from trainer.config.identity import to_plain
+from trainer.config.marks import Mark
 from trainer.config.roles import REFERENCE
 from trainer.config.schema import Config
+from trainer.config.settings import is_marked
 
 FOLDER = "checkpoints"
 _LATEST, _BEST, _MANIFEST, _TEMPORARY = "latest", "best", "manifest.json", ".tmp"
 _ACCURACY = "heldout_accuracy"
-_HARMLESS_MODEL_KEYS = {"init_std", "kernels", "attention_backend"}  # no weights depend on them, or only first ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,13 +197,11 @@ def _named(path: Path) -> Path:
 
 def _check(config: Config, manifest: Manifest, checkpoint: Path) -> None:
     """Raise ValueError where the saved weights would mean something else under this config."""
-    decisive = tuple(f"roles.{role}.model." for role in config.roles) + ("tokenizer.",)
-    if config.tokenizer.path is None:
-        decisive += ("task.",)
+    marks = (Mark.ARCHITECTURE, Mark.WEIGHTS, *([Mark.CORPUS] if config.tokenizer.path is None else []))
     found = [
         f"{key}={given} where {saved} was saved"
         for key, (saved, given) in differences(manifest.config, to_plain(config)).items()
-        if f"{key}.".startswith(decisive) and key.rpartition(".")[2] not in _HARMLESS_MODEL_KEYS
+        if is_marked(key, *marks) and not key.startswith("model.")  # from which roles take theirs
     ]
     if found:
         on_task = any(problem.startswith("task.") for problem in found)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from trainer.algo.estimators import AdvantageEstimator
 from trainer.common.imports import import_named
@@ -59,10 +59,7 @@ def to_config(composed: DictConfig) -> Config:
     """
     _check_whole_roles(composed)
     _check_model_folders(composed)
-    missing = sorted(OmegaConf.missing_keys(composed))
-    if missing:
-        examples = " ".join(f"{key}=..." for key in missing)
-        raise ValueError(f"no value given for {', '.join(missing)}: add {examples} to the command")
+    _require_values(composed)
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, dict)
     values["task"] = _typed_piece("task", values["task"], base=Task)
@@ -72,11 +69,19 @@ def to_config(composed: DictConfig) -> Config:
         if model["kernels"] == "auto":
             model["kernels"] = default_kernels(values["platform"]["name"])
     typed = OmegaConf.merge(OmegaConf.structured(Config), values)
+    _require_values(typed)  # also those of sections that have no type until now
     explicit = frozenset(_explicit_flags(composed))
     config = OmegaConf.to_object(typed)
     assert isinstance(config, Config)
     rules.check(config, explicit_flags=explicit)
     return config
+
+
+def _require_values(settings: DictConfig | ListConfig) -> None:
+    missing = sorted(OmegaConf.missing_keys(settings))
+    if missing:
+        examples = " ".join(f"{key}=..." for key in missing)
+        raise ValueError(f"no value given for {', '.join(missing)}: add {examples} to the command")
 
 
 def _check_whole_roles(composed: DictConfig) -> None:

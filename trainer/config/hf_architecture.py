@@ -25,13 +25,6 @@ from trainer.common.json_files import (
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 MIXTURES = ("mixtral", "qwen3_moe")
-# Settings that have to be the checkpoint's; the others (dtype, max_length, init_std, router_aux_loss_coef) are the
-# run's to change.
-FIXED = (
-    *("layers", "hidden_size", "ffn_size", "heads", "kv_heads", "head_size", "vocab_size", "rope_theta"),
-    *("rope_scaling", "norm_eps", "qkv_bias", "qk_norm", "tie_embeddings"),
-    *("num_experts", "num_experts_per_tok", "norm_topk_prob"),
-)
 _ROPE_SCALING = {  # ours -> theirs
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
+from trainer.config.marks import Mark
 from trainer.config.schema import Config
-
-_HARMLESS_LAUNCH_KEYS = ("node_rank", "rdzv_endpoint", "max_restarts", "host_memory_gib", "gpu_memory_gib")
+from trainer.config.settings import is_marked
 
 
 def to_plain(config: Config) -> dict[str, Any]:
@@ -20,11 +21,14 @@ def to_plain(config: Config) -> dict[str, Any]:
     return settings | {"memory": {**memory.pop("roles"), **memory}}
 
 
-def decisive(settings: dict[str, Any]) -> dict[str, Any]:
+def decisive(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """``to_plain``'s settings without those that do not change what the job computes: where its nodes meet, how often
     it is restarted, what the machine has, what is optimised of it."""
-    launch = {key: value for key, value in settings["launch"].items() if key not in _HARMLESS_LAUNCH_KEYS}
-    return {key: value for key, value in settings.items() if key != "objective"} | {"launch": launch}
+    return {
+        key: decisive(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in settings.items()
+        if not is_marked(f"{prefix}{key}", Mark.OUTSIDE)
+    }
 
 
 def config_hash(config: Config) -> str:

@@ -9,6 +9,11 @@ from trainer.config.schema import Config
 from trainer.tasks import Task
 
 
+def piece_classes(config: Config) -> dict[str, type]:
+    """Section -> the class that it names."""
+    return {section: get_class(getattr(config, section)["_target_"]) for section in ("task", "advantages")}
+
+
 def make_task(config: Config) -> Task:
     """The run's task (cheap, torch-free)."""
     settings = dict(config.task)

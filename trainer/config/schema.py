@@ -1,185 +1,66 @@
-"""The typed sections of a config, each set once.
+"""The typed sections of a config, each set once; the longer ones have modules of their own.
 
-Their fields have no defaults: a default lives in exactly one place, the YAML under ``conf/``. The rules that join
-several fields are in :mod:`trainer.config.rules`; :mod:`trainer.config.compose` makes a :class:`Config` of what Hydra
-composed.
+Their fields have no defaults: a default lives in exactly one place, the YAML under ``conf/``. Beside its type a field
+says which values are allowed (:mod:`trainer.common.limits`) and what depends on it (:mod:`trainer.config.marks`). The
+rules that join several fields are in :mod:`trainer.config.rules`; :mod:`trainer.config.compose` makes a
+:class:`Config` of what Hydra composed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional  # noqa: UP035  (omegaconf reads these annotations)
+from typing import Annotated, Any, Dict, List, Optional  # noqa: UP035  (omegaconf reads these annotations)
 
-PARAM_FLAG = "disable_param_buffers_cpu_backup"
-GRAD_FLAG = "disable_grad_buffers_cpu_backup"
+from trainer.common.limits import Limits, Words
+from trainer.config.marks import Mark, Within
+from trainer.config.schema_algo import SEEDS, AlgoConfig, KlConfig
+from trainer.config.schema_roles import (
+    GRAD_FLAG,
+    PARAM_FLAG,
+    DdpConfig,
+    DiskConfig,
+    MemoryConfig,
+    ModelConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    RestoreConfig,
+    RoleConfig,
+    RopeScalingConfig,
+    SharedOptimizerConfig,
+)
+from trainer.config.section import Section
 
-
-class Section:
-    """Base of every section: each field is set once, by the constructor.
-
-    ``@dataclass(frozen=True)`` would say the same, but omegaconf marks nodes of frozen dataclasses read-only, and
-    Hydra could then override nothing in them.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__:
-            raise dataclasses.FrozenInstanceError(f"cannot assign to {type(self).__name__}.{name}")
-        object.__setattr__(self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        raise dataclasses.FrozenInstanceError(f"cannot delete {type(self).__name__}.{name}")
-
-
-@dataclass
-class RopeScalingConfig(Section):
-    """Llama 3's stretching of rotary positions for longer texts than ``original_length`` tokens."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_length: int
-
-
-@dataclass
-class ModelConfig(Section):
-    """Architecture of one role's GPT body. Sizes in elements; ``dtype`` is ``bf16`` or ``fp32``.
-
-    ``path``: a Hugging Face model folder whose weights the role starts from, or null for random ones. ``vocab_size``:
-    rows of the embedding, null for as many as the tokenizer has entries. ``num_experts``: of every layer, each with
-    ``ffn_size``; null for a dense model, to which the three settings after it mean nothing. ``kernels``: who computes
-    norms, SwiGLU and rotary positions, ``torch``, ``liger`` or ``te`` (Transformer Engine), one of which ``auto`` has
-    become. ``attention_backend``: the core attention, ``sdpa`` (torch's) or ``te``.
-    """
-
-    path: Optional[str]  # noqa: UP045
-    layers: int
-    hidden_size: int
-    ffn_size: int
-    heads: int
-    kv_heads: int
-    head_size: Optional[int]  # noqa: UP045
-    vocab_size: Optional[int]  # noqa: UP045
-    max_length: int
-    rope_theta: float
-    rope_scaling: Optional[RopeScalingConfig]  # noqa: UP045
-    norm_eps: float
-    qkv_bias: bool
-    qk_norm: bool
-    tie_embeddings: bool
-    num_experts: Optional[int]  # noqa: UP045
-    num_experts_per_tok: Optional[int]  # noqa: UP045
-    norm_topk_prob: bool
-    router_aux_loss_coef: float
-    init_std: float
-    dtype: str
-    kernels: str
-    attention_backend: str
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of one attention head."""
-        return self.hidden_size // self.heads if self.head_size is None else self.head_size
-
-    def embedding_rows(self, tokenizer_entries: int) -> int:
-        """Size of the vocabulary that goes with a tokenizer; rows beyond its entries are never drawn."""
-        return tokenizer_entries if self.vocab_size is None else self.vocab_size
-
-
-@dataclass
-class SharedOptimizerConfig(Section):
-    """What both optimizers share unless a role says otherwise; the learning rate always belongs to a role."""
-
-    min_lr_ratio: float
-    lr_schedule: str
-    lr_warmup_steps: int
-    lr_wsd_decay_style: str
-    lr_wsd_decay_steps: Optional[int]  # noqa: UP045
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    clip_grad: float
-
-
-@dataclass
-class OptimizerConfig(SharedOptimizerConfig):
-    lr: float
-
-
-@dataclass
-class DdpConfig(Section):
-    """Arguments of Megatron's DistributedDataParallel; the two flags are this project's (see patches)."""
-
-    use_distributed_optimizer: bool
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
-    nccl_ub: bool
-    disable_grad_buffers_cpu_backup: bool
-    disable_param_buffers_cpu_backup: bool
-
-
-@dataclass
-class RoleConfig(Section):
-    """A role; :mod:`trainer.config.roles` says what its description means.
-
-    ``head``: ``vocabulary`` or ``value``. ``trained``: false for a role whose weights stay as they are; it has neither
-    ``optimizer`` nor ``ddp``. ``tags``: further weights that its weights backuper keeps, null for a role without one.
-    """
-
-    head: str
-    trained: bool
-    tags: Optional[List[str]]  # noqa: UP006, UP045
-    model: ModelConfig
-    optimizer: Optional[OptimizerConfig]  # noqa: UP045
-    ddp: Optional[DdpConfig]  # noqa: UP045
-
-
-@dataclass
-class OffloadConfig(Section):
-    """``train``: models sleep while they are not at work. ``destroy_process_groups``: during rollouts, when everything
-    sleeps, ranks give back the memory of their communicators too, and make them again afterwards."""
-
-    train: bool
-    destroy_process_groups: bool
-
-
-@dataclass
-class RestoreConfig(Section):
-    """Where one role's DDP buffers come back from: ``saver``, ``backuper``, ``main_params`` (grads: or ``none``).
-
-    ``optim_keeper``: who keeps the optimizer state, ``saver``, ``arena`` (an exact-size host arena of our own),
-    ``packed`` (coded in fewer bytes, without loss) or ``disk`` (a file in ``memory.disk.path``). Both others are
-    ``none`` for a role that is not trained.
-    """
-
-    restore_params_from: str
-    restore_grads_from: str
-    optim_keeper: str
-
-
-@dataclass
-class DiskConfig(Section):
-    """``path``: a folder on a local disk, for those whose ``optim_keeper`` is ``disk``."""
-
-    path: Optional[str]  # noqa: UP045
-
-
-@dataclass
-class MemoryConfig(Section):
-    """``roles``: role -> what comes back from where, in YAML ``memory.<role>``; of more roles than a run may have.
-    ``tags``: each rank's weights backuper keeps ``full`` tags, or its data-parallel share of them (``sharded``).
-    ``optim_format``: of Adam's moments while they sleep; ``bf16`` takes fewer bytes and does not keep all bits.
-    ``piece_mib``: size of the pieces in which the optimizer state sleeps and wakes up."""
-
-    roles: Dict[str, RestoreConfig]  # noqa: UP006
-    tags: str
-    optim_format: str
-    disk: DiskConfig
-    piece_mib: float
-    poison: bool
-    retain_cpu_backup: bool
-    cpu_backup_backend: str
+__all__ = [
+    "GRAD_FLAG",
+    "PARAM_FLAG",
+    "SEEDS",
+    "AlgoConfig",
+    "CheckpointConfig",
+    "ComposedConfig",
+    "ComposedModelConfig",
+    "ComposedRoleConfig",
+    "Config",
+    "DataConfig",
+    "DdpConfig",
+    "DiagnosticsConfig",
+    "DiskConfig",
+    "KlConfig",
+    "LaunchConfig",
+    "LoggerConfig",
+    "MemoryConfig",
+    "ModelConfig",
+    "OffloadConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PlatformConfig",
+    "RestoreConfig",
+    "RoleConfig",
+    "RolloutConfig",
+    "RopeScalingConfig",
+    "Section",
+    "SharedOptimizerConfig",
+    "TokenizerConfig",
+]
 
 
 @dataclass
@@ -188,11 +69,11 @@ class ParallelConfig(Section):
     stage of layers each, cut into ``vpp`` chunks that take turns. ``cp``: ranks per sequence. ``expert``: ranks of a
     stage, tensor and data parallel alike, over which the experts of a layer are spread."""
 
-    tp: int
-    pp: int
-    vpp: int
-    cp: int
-    expert: int
+    tp: Annotated[int, Limits(1, 1000)]
+    pp: Annotated[int, Limits(1, 1000)]
+    vpp: Annotated[int, Limits(1, 1000)]
+    cp: Annotated[int, Limits(1, 1000)]
+    expert: Annotated[int, Limits(1, 10_000)]
 
     @property
     def model_ranks(self) -> int:
@@ -208,7 +89,7 @@ class TokenizerConfig(Section):
     """
 
     path: Optional[str]  # noqa: UP045
-    vocab_size: int
+    vocab_size: Annotated[int, Limits(1, 10_000_000)]
     chat_template: bool
 
 
@@ -217,7 +98,7 @@ class DataConfig(Section):
     """``too_long``: what becomes of a prompt or a warm-up's answer that is too long, ``error``, ``drop`` or
     ``truncate``; see :mod:`trainer.data.selection`."""
 
-    too_long: str
+    too_long: Annotated[str, Words("error", "drop", "truncate")]
 
 
 @dataclass
@@ -226,85 +107,26 @@ class RolloutConfig(Section):
     tokenizer's end of sequence. ``kv_cache_gib``: of each rank, null for what a step needs. ``compile``: through
     torch.compile. ``batch_invariant``: the bits of a response depend on no other that is decoded with it."""
 
-    engine: str
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
+    engine: Annotated[str, Words("native", "hf")]
+    temperature: Annotated[float, Limits(1e-3, 1e6)]
+    top_p: Annotated[float, Limits(1e-3, 1)]
+    top_k: Annotated[int, Limits(0, 10_000_000)]
+    min_p: Annotated[float, Limits(0, 1)]
     stop: List[str]  # noqa: UP006
-    max_prompt_tokens: int
-    max_new_tokens: int
-    kv_cache_gib: Optional[float]  # noqa: UP045
+    max_prompt_tokens: Annotated[int, Limits(1, 100_000_000)]
+    max_new_tokens: Annotated[int, Limits(1, 100_000_000)]
+    kv_cache_gib: Annotated[Optional[float], Limits(0, 1e6)]  # noqa: UP045
     compile: bool
     batch_invariant: bool
-
-
-@dataclass
-class KlConfig(Section):
-    placement: str
-    estimator: str
-    coef: float
-    clamp: float
-    target: Optional[float]  # noqa: UP045
-    horizon: int
-
-
-@dataclass
-class AlgoConfig(Section):
-    """``old_log_probs``: where the log-probs before training come from, a ``forward`` pass of their own or the one pass
-    that trains (``training``); ``auto``: the latter where it gives the same."""
-
-    num_steps: int
-    warmup_steps: int
-    warmup_lr: float
-    warmup_batch_size: int
-    prompts_per_step: int
-    responses_per_prompt: int
-    epochs: int
-    minibatches: int
-    shuffle_seed: int
-    old_log_probs: str
-    micro_batch_size: int
-    micro_batch_tokens: Optional[int]  # noqa: UP045
-    whiten_advantages: bool
-    clip_low: float
-    clip_high: float
-    dual_clip: Optional[float]  # noqa: UP045
-    log_ratio_clamp: float
-    value_clip: Optional[float]  # noqa: UP045
-    entropy_coef: float
-    loss_aggregation: str
-    loss_length: int
-    critic_warmup_steps: int
-    start_critic_from_actor: Optional[bool]  # noqa: UP045
-    heldout_prompts: int
-    evaluate_every: Optional[int]  # noqa: UP045
-    kl: KlConfig
-
-    @property
-    def uses_reference(self) -> bool:
-        """Whether KL to the reference model counts, or may come to; otherwise nobody keeps or asks that model."""
-        return self.kl.coef > 0 or self.kl.target is not None
-
-    @property
-    def needs_log_probs_before_training(self) -> bool:
-        """Whether something reads them before the pass that trains, or later passes train on the same responses."""
-        has_kl_in_reward = self.uses_reference and self.kl.placement == "reward"
-        return self.epochs * self.minibatches > 1 or has_kl_in_reward
-
-    @property
-    def old_log_probs_come_from_training(self) -> bool:
-        """Whether a step has no forward pass of its own for them; one that does not train the actor has it always."""
-        return self.old_log_probs != "forward" and not self.needs_log_probs_before_training
 
 
 @dataclass
 class PlatformConfig(Section):
     """``peak_tflops``: dense bf16 peak of one device, for MFU; null: known by the device's name, or not at all."""
 
-    name: str
+    name: Annotated[str, Words("cpu", "cuda")]
     deterministic: bool
-    peak_tflops: Optional[float]  # noqa: UP045
+    peak_tflops: Annotated[Optional[float], Limits(1e-6, 1e9)]  # noqa: UP045
 
 
 @dataclass
@@ -313,19 +135,19 @@ class LaunchConfig(Section):
     ``rdzv_endpoint``. ``max_restarts``: how often a job whose worker fails goes on from its newest checkpoint.
     ``host_memory_gib``, ``gpu_memory_gib``: what the node and each GPU have; null where that is not known."""
 
-    nproc: int
-    nnodes: int
-    node_rank: Optional[int]  # noqa: UP045
-    rdzv_endpoint: Optional[str]  # noqa: UP045
-    max_restarts: int
-    threads_per_worker: int
-    host_memory_gib: Optional[float]  # noqa: UP045
-    gpu_memory_gib: Optional[float]  # noqa: UP045
+    nproc: Annotated[int, Limits(1, 1000)]
+    nnodes: Annotated[int, Limits(1, 100_000)]
+    node_rank: Annotated[Optional[int], Limits(0, 99_999), Mark.OUTSIDE]  # noqa: UP045
+    rdzv_endpoint: Annotated[Optional[str], Mark.OUTSIDE]  # noqa: UP045
+    max_restarts: Annotated[int, Limits(0, 10_000), Mark.OUTSIDE]
+    threads_per_worker: Annotated[int, Limits(1, 1000), Mark.PER_NODE]
+    host_memory_gib: Annotated[Optional[float], Limits(0, 1e9), Mark.OUTSIDE]  # noqa: UP045
+    gpu_memory_gib: Annotated[Optional[float], Limits(0, 1e6), Mark.OUTSIDE]  # noqa: UP045
 
 
 @dataclass
 class LoggerConfig(Section):
-    kind: str
+    kind: Annotated[str, Words("none", "tensorboard", "wandb")]
     project: str
 
 
@@ -344,8 +166,8 @@ class CheckpointConfig(Section):
     ``keep_last``: how many are kept. ``keep_best``: measure the held-out accuracy at each, and keep the best one too.
     ``async_save``: the run goes on while a copy in host memory is written."""
 
-    every_steps: Optional[int]  # noqa: UP045
-    keep_last: int
+    every_steps: Annotated[Optional[int], Limits(1, 1_000_000_000)]  # noqa: UP045
+    keep_last: Annotated[int, Limits(1, 1_000_000)]
     keep_best: bool
     async_save: bool
 
@@ -360,7 +182,7 @@ class Config(Section):
     run directory or a checkpoint; null: nowhere, it starts anew. ``objective``: see :mod:`trainer.config.objectives`.
     """
 
-    seed: int
+    seed: Annotated[int, SEEDS, Mark.SEED]
     task_name: str
     tags: List[str]  # noqa: UP006
     export_hf: bool
@@ -370,8 +192,8 @@ class Config(Section):
     offload: OffloadConfig
     memory: MemoryConfig
     parallel: ParallelConfig
-    tokenizer: TokenizerConfig
-    task: Dict[str, Any]  # noqa: UP006
+    tokenizer: Annotated[TokenizerConfig, Mark.WEIGHTS]
+    task: Annotated[Dict[str, Any], Mark.CORPUS, Within({"seed": Mark.SEED})]  # noqa: UP006
     data: DataConfig
     reward: Optional[str]  # noqa: UP045
     rollout: RolloutConfig
@@ -383,7 +205,7 @@ class Config(Section):
     diagnostics: DiagnosticsConfig
     checkpoint: CheckpointConfig
     resume: Optional[str]  # noqa: UP045
-    objective: List[str]  # noqa: UP006
+    objective: Annotated[List[str], Mark.OUTSIDE]  # noqa: UP006
 
     @property
     def largest_vocab_size(self) -> int:
@@ -409,7 +231,24 @@ class Config(Section):
 
 
 @dataclass
-class ComposedConfig(Config):
-    """What Hydra composes: as :class:`Config`, with the roles of ``memory`` beside its settings (``memory.actor``)."""
+class ComposedModelConfig(ModelConfig):
+    rope_scaling: Any  # type: ignore[assignment]
 
+
+@dataclass
+class ComposedRoleConfig(RoleConfig):
+    model: ComposedModelConfig
+    optimizer: Any  # type: ignore[assignment]
+    ddp: Any  # type: ignore[assignment]
+
+
+@dataclass
+class ComposedConfig(Config):
+    """What Hydra composes: as :class:`Config`, with the roles of ``memory`` beside its settings (``memory.actor``).
+
+    A section that may be null has no type yet: omegaconf cannot merge a mapping into a typed null.
+    """
+
+    model: ComposedModelConfig
+    roles: Dict[str, ComposedRoleConfig]  # type: ignore[assignment]  # noqa: UP006
     memory: Dict[str, Any]  # type: ignore[assignment]  # noqa: UP006

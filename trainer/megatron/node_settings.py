@@ -11,9 +11,10 @@ from torch import distributed
 
 from trainer.common.units import format_setting, leaves
 from trainer.config.identity import decisive, to_plain
+from trainer.config.marks import Mark
 from trainer.config.schema import Config
+from trainer.config.settings import is_marked
 
-_OF_THE_HOST = ("launch.threads_per_worker",)  # by default from its cores
 _MOST_NAMED = 5
 
 Settings = Mapping[str, Any]  # by dotted key
@@ -26,7 +27,7 @@ def require_same(config: Config, store: distributed.Store) -> None:
     Raises:
         ValueError: on every rank alike, if nodes differ; names the settings, their values and the nodes.
     """
-    own = {key: value for key, value in leaves(decisive(to_plain(config))) if key not in _OF_THE_HOST}
+    own = {key: value for key, value in leaves(decisive(to_plain(config))) if not is_marked(key, Mark.PER_NODE)}
     store = distributed.PrefixStore("settings", store)
     if os.environ["LOCAL_RANK"] == "0":
         store.set(os.environ["GROUP_RANK"], json.dumps(own))

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import Annotated, Optional
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -27,12 +27,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
+from trainer.common.limits import Limits, check_value
 from trainer.common.terminal import new_console
 from trainer.common.units import byte_unit
 from trainer.config import compose as configuration
 from trainer.config.hints import hint_for
 from trainer.config.pieces import make_task
 from trainer.config.schema import ComposedConfig, Config, Section
+from trainer.config.settings import said_of
 from trainer.plan.fit import check_fits, fits
 from trainer.plan.footprint import Footprint, footprint
 from trainer.plan.holdings import Holding
@@ -46,7 +48,7 @@ from trainer.tasks.tokenizer import vocab_size_of
 class PlanConfig(Section):
     """The section ``plan``; its defaults lie in ``conf/plan.yaml``."""
 
-    vocab_size: Optional[int]  # noqa: UP045
+    vocab_size: Annotated[Optional[int], Limits(1, 10_000_000)]  # noqa: UP045
 
 
 @dataclass
@@ -139,8 +141,7 @@ def plan_job(composed: DictConfig, *, overrides: Sequence[str], in_sweep: bool, 
     keys = list(Config.__dataclass_fields__)
     config = configuration.to_config(OmegaConf.masked_copy(composed, keys))
     vocab_size = composed.plan.vocab_size
-    if vocab_size is not None and vocab_size < 1:
-        raise ValueError(f"plan.vocab_size={vocab_size}: must be at least 1, or null for the run's own tokenizer")
+    check_value("plan.vocab_size", vocab_size, said_of(PlanConfig, "vocab_size"))
     if vocab_size is None:
         vocab_size = vocab_size_of(config.tokenizer.path, task=make_task(config), vocab_size=config.largest_vocab_size)
     engine = planned_bytes(config, vocab_size=vocab_size)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.common.units import format_setting
+from trainer.config.marks import Mark
+from trainer.config.settings import is_marked
 from trainer.report.compare import Run
-
-_SEEDS = ("seed", "task.seed", "algo.shuffle_seed")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def telling_keys(runs: Sequence[Run]) -> dict[str, str]:
     whatever else differs and does not follow from those (a policy's flags do, and the groups that an algorithm
     chooses). With each the shortest end of it that no other key has."""
     configured = [run for run in runs if run.settings]
-    leaf_keys = [key for key in differing(runs) if key not in _SEEDS]
+    leaf_keys = [key for key in differing(runs) if not is_marked(key, Mark.SEED)]
     groups = dict.fromkeys(group for run in configured for group in run.choices)
     chosen = [group for group in groups if all(group in run.choices for run in configured)]
     named = {key for run in configured for key in run.overridden}
@@ -73,7 +73,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         if run.settings:
-            groups.setdefault(repr([pair for pair in run.settings.items() if pair[0] not in _SEEDS]), []).append(run)
+            decides = [pair for pair in run.settings.items() if not is_marked(pair[0], Mark.SEED)]
+            groups.setdefault(repr(decides), []).append(run)
     keys = telling_keys(runs)
     told = [
         [(name, format_setting(members[0].value(key))) for key, name in keys.items()] for members in groups.values()

@@ -11,9 +11,7 @@ from trainer.config.rules import algo, batch, limits, memory, model, parallel, r
 from trainer.config.schema import Config
 
 RULES = (
-    limits.check_finite,
-    limits.check_choices,
-    limits.check_ranges,
+    limits.check_values,
     algo.check_estimator,
     algo.check_roles,
     algo.check_specs,
@@ -35,6 +33,7 @@ RULES = (
     memory.check_tags,
     parallel.check_overlap,
     model.check_model_shapes,
+    model.check_rope_scaling,
     parallel.check_context_parallel,
     parallel.check_world_size,
     parallel.check_tensor_parallel,

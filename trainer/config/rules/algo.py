@@ -8,7 +8,6 @@ from trainer.config.schema import Config
 
 WITHOUT_CRITIC = "algo=grpo, algo=rloo or algo=reinforce_pp"
 LEARNERS = {"actor": ("vocabulary", [REFERENCE]), "critic": ("value", None)}  # role -> its head and tags
-HEADS = ("vocabulary", "value")
 _ROLE_GROUPS = ("role@roles.{0}", "model@roles.{0}.model", "optimizer@roles.{0}.optimizer")
 
 
@@ -43,8 +42,6 @@ def check_specs(config: Config) -> None:
     """The loop's own roles are what the loop takes them for, and each role has what its description needs."""
     for role, spec in role_specs(config).items():
         settings, name = config.roles[role], f"roles.{role}"
-        if settings.head not in HEADS:
-            raise ValueError(f"{name}.head={settings.head}: must be one of {', '.join(HEADS)}")
         if role in LEARNERS:
             head, tags = LEARNERS[role]
             if (settings.head, settings.trained, settings.tags) != (head, True, tags):

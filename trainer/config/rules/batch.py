@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from trainer.config.rules.limits import model_key, next_multiple
+from trainer.common.multiples import divisors, round_up
+from trainer.config.rules.limits import model_key
 from trainer.config.schema import Config
 
 
@@ -14,15 +15,16 @@ def check_batch_sizes(config: Config) -> None:
         raise ValueError(
             f"algo.prompts_per_step={algo.prompts_per_step} is no multiple of the data-parallel size {dp} "
             f"(launch.nnodes * launch.nproc / parallel.tp / parallel.pp): use "
-            f"algo.prompts_per_step={next_multiple(algo.prompts_per_step, dp)}"
+            f"algo.prompts_per_step={round_up(algo.prompts_per_step, dp)}"
         )
     samples = algo.prompts_per_step * algo.responses_per_prompt
     unit = dp * algo.minibatches * algo.micro_batch_size
     if samples % unit and algo.micro_batch_tokens is None:
-        prompts = next_multiple(algo.prompts_per_step, math.lcm(dp, unit // math.gcd(unit, algo.responses_per_prompt)))
+        prompts = round_up(algo.prompts_per_step, math.lcm(dp, unit // math.gcd(unit, algo.responses_per_prompt)))
         per_minibatch, rest = divmod(samples, dp * algo.minibatches)
-        fits = [size for size in range(1, algo.micro_batch_size + 1) if not rest and per_minibatch % size == 0]
-        smaller = f" or algo.micro_batch_size={fits[-1]}" if fits and per_minibatch else ""
+        sizes = divisors(per_minibatch) if per_minibatch and not rest else ()
+        fits = [size for size in sizes if size <= algo.micro_batch_size]
+        smaller = f" or algo.micro_batch_size={fits[-1]}" if fits else ""
         raise ValueError(
             f"algo.prompts_per_step * algo.responses_per_prompt = {algo.prompts_per_step} * "
             f"{algo.responses_per_prompt} = {samples} is no multiple of data-parallel size * algo.minibatches * "
@@ -32,7 +34,7 @@ def check_batch_sizes(config: Config) -> None:
     if algo.warmup_batch_size % dp:
         raise ValueError(
             f"algo.warmup_batch_size={algo.warmup_batch_size} is no multiple of the data-parallel size {dp}: use "
-            f"algo.warmup_batch_size={next_multiple(algo.warmup_batch_size, dp)}"
+            f"algo.warmup_batch_size={round_up(algo.warmup_batch_size, dp)}"
         )
 
 
@@ -59,7 +61,7 @@ def check_equal_minibatches(config: Config) -> None:
         raise ValueError(
             f"algo.prompts_per_step * algo.responses_per_prompt = {algo.prompts_per_step} * "
             f"{algo.responses_per_prompt} = {samples} is no multiple of data-parallel size * algo.minibatches = {dp} * "
-            f"{algo.minibatches} = {unit}: use algo.prompts_per_step={-(-algo.prompts_per_step // prompts) * prompts}"
+            f"{algo.minibatches} = {unit}: use algo.prompts_per_step={round_up(algo.prompts_per_step, prompts)}"
         )
 
 

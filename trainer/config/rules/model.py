@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.util import find_spec
 
-from trainer.config.hf_architecture import FIXED, architecture_of, check_family
-from trainer.config.rules.limits import model_key, next_multiple
-from trainer.config.schema import Config
+from trainer.common.multiples import divisors, round_up
+from trainer.config.hf_architecture import architecture_of, check_family
+from trainer.config.marks import Mark
+from trainer.config.rules.limits import model_key
+from trainer.config.schema import Config, ModelConfig
+from trainer.config.settings import is_marked
 
 
 def check_model_shapes(config: Config) -> None:
@@ -22,24 +25,35 @@ def check_model_shapes(config: Config) -> None:
             raise ValueError(
                 f"{name}.hidden_size={model.hidden_size} is no multiple of 2 * {name}.heads = 2 * {model.heads} "
                 f"(rotary positions turn pairs): use "
-                f"{model_key(config, role, 'hidden_size')}={next_multiple(model.hidden_size, 2 * model.heads)}"
+                f"{model_key(config, role, 'hidden_size')}={round_up(model.hidden_size, 2 * model.heads)}"
             )
         if model.heads % model.kv_heads:
-            fits = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
             raise ValueError(
                 f"{name}.heads={model.heads} is no multiple of {name}.kv_heads={model.kv_heads}: "
-                f"use {model_key(config, role, 'kv_heads')}={' or '.join(map(str, fits))}"
+                f"use {model_key(config, role, 'kv_heads')}={' or '.join(map(str, divisors(model.heads)))}"
+            )
+
+
+def check_rope_scaling(config: Config) -> None:
+    """Between its two factors Llama 3 blends, dividing by their difference."""
+    for role, role_config in config.roles.items():
+        scaling = role_config.model.rope_scaling
+        if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
+            raise ValueError(
+                f"roles.{role}.model.rope_scaling.low_freq_factor={scaling.low_freq_factor} is not below "
+                f"high_freq_factor={scaling.high_freq_factor}: Llama 3 has 1 and 4"
             )
 
 
 def check_checkpoints(config: Config) -> None:
     """A role that starts from a Hugging Face folder has the folder's architecture."""
+    fixed = [field.name for field in fields(ModelConfig) if is_marked(f"model.{field.name}", Mark.ARCHITECTURE)]
     for role, role_config in config.roles.items():
         model, name = role_config.model, f"roles.{role}.model"
         if model.path is None:
             continue
         architecture, given = architecture_of(model.path), asdict(model)
-        for field in FIXED:
+        for field in fixed:
             if given[field] != architecture[field]:
                 raise ValueError(
                     f"{name}.{field}={given[field]}, but the checkpoint in {name}.path={model.path} has {field}="

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from trainer.common.multiples import divisors, round_up
 from trainer.config.roles import trained_roles
 from trainer.config.schema import Config, ModelConfig
 
@@ -38,7 +39,7 @@ def check_tensor_parallel(config: Config) -> None:
         if model.num_experts is None:  # an expert lies whole on its rank
             shared["ffn_size"] = model.ffn_size
         if any(size % tp for size in shared.values()):
-            fits = [ranks for ranks in range(1, model.heads + 1) if not any(size % ranks for size in shared.values())]
+            fits = divisors(math.gcd(*shared.values()))
             *first, last = (f"{field}={size}" for field, size in shared.items())
             raise ValueError(
                 f"parallel.tp={tp} does not divide {name}.{', '.join(first)} and {last}; these do: "
@@ -64,8 +65,7 @@ def check_pipeline_layers(config: Config) -> None:
 
 def _chunkings(model: ModelConfig) -> str:
     """Every way to cut the layers into more than one chunk."""
-    sizes = range(1, model.layers + 1)
-    fits = [(pp, vpp) for pp in sizes for vpp in sizes if pp > 1 and model.layers % (pp * vpp) == 0]
+    fits = [(pp, vpp) for pp in divisors(model.layers)[1:] for vpp in divisors(model.layers // pp)]
     named = [f"parallel.pp={pp}" + (f" parallel.vpp={vpp}" if vpp > 1 else "") for pp, vpp in fits]
     return "; ".join(["parallel.pp=1", *named])
 
@@ -82,7 +82,7 @@ def check_pipeline_micro_batches(config: Config) -> None:
     if algo.warmup_steps and not is_one_micro_batch and algo.warmup_batch_size % unit:
         raise ValueError(
             f"algo.warmup_batch_size={algo.warmup_batch_size} is no multiple of {given} = {unit}, which a pipeline "
-            f"needs: use algo.warmup_batch_size={-(-algo.warmup_batch_size // unit) * unit}"
+            f"needs: use algo.warmup_batch_size={round_up(algo.warmup_batch_size, unit)}"
         )
     samples, unit = algo.prompts_per_step * algo.responses_per_prompt, unit * algo.minibatches
     if samples % unit:
@@ -90,7 +90,7 @@ def check_pipeline_micro_batches(config: Config) -> None:
         raise ValueError(
             f"algo.prompts_per_step * algo.responses_per_prompt = {samples} is no multiple of {given} * "
             f"algo.minibatches = {unit}, which a pipeline needs: use "
-            f"algo.prompts_per_step={-(-algo.prompts_per_step // prompts_unit) * prompts_unit}"
+            f"algo.prompts_per_step={round_up(algo.prompts_per_step, prompts_unit)}"
         )
 
 
@@ -104,7 +104,7 @@ def check_expert_parallel(config: Config) -> None:
             "model=tiny_moe"
         )
     if ranks % size or any(count % size for count in counts.values()):
-        fits = [n for n in range(1, ranks + 1) if not (ranks % n or any(count % n for count in counts.values()))]
+        fits = divisors(math.gcd(ranks, *counts.values()))
         experts = ", ".join(f"roles.{role}.model.num_experts={count}" for role, count in counts.items())
         raise ValueError(
             f"parallel.expert={size} does not divide the ranks of a pipeline stage, launch.nnodes * launch.nproc / "

@@ -1,0 +1,71 @@
+"""The typed section of an algorithm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Optional
+
+from trainer.common.limits import Limits, Words
+from trainer.config.marks import Mark
+from trainer.config.section import Section
+
+SEEDS = Limits(-(2**63), 2**63 - 1)
+
+
+@dataclass
+class KlConfig(Section):
+    placement: Annotated[str, Words("reward", "loss")]
+    estimator: Annotated[str, Words("k1", "k2", "k3")]
+    coef: Annotated[float, Limits(0, 1e6)]
+    clamp: Annotated[float, Limits(0, 80)]  # exp of more overflows float32
+    target: Annotated[Optional[float], Limits(0, 1e6)]  # noqa: UP045
+    horizon: Annotated[int, Limits(1, 1_000_000_000)]
+
+
+@dataclass
+class AlgoConfig(Section):
+    """``old_log_probs``: where the log-probs before training come from, a ``forward`` pass of their own or the one pass
+    that trains (``training``); ``auto``: the latter where it gives the same."""
+
+    num_steps: Annotated[int, Limits(0, 1_000_000_000)]
+    warmup_steps: Annotated[int, Limits(0, 1_000_000_000)]
+    warmup_lr: Annotated[float, Limits(0, 1000)]
+    warmup_batch_size: Annotated[int, Limits(1, 1_000_000)]
+    prompts_per_step: Annotated[int, Limits(1, 1_000_000)]
+    responses_per_prompt: Annotated[int, Limits(1, 1_000_000)]
+    epochs: Annotated[int, Limits(1, 10_000)]
+    minibatches: Annotated[int, Limits(1, 1_000_000)]
+    shuffle_seed: Annotated[int, SEEDS, Mark.SEED]
+    old_log_probs: Annotated[str, Words("auto", "forward", "training")]
+    micro_batch_size: Annotated[int, Limits(1, 1_000_000)]
+    micro_batch_tokens: Annotated[Optional[int], Limits(1, 1_000_000_000)]  # noqa: UP045
+    whiten_advantages: bool
+    clip_low: Annotated[float, Limits(0, 1)]
+    clip_high: Annotated[float, Limits(0, 1e6)]
+    dual_clip: Annotated[Optional[float], Limits(1, 1e6)]  # noqa: UP045
+    log_ratio_clamp: Annotated[float, Limits(0, 80)]  # exp of more overflows float32
+    value_clip: Annotated[Optional[float], Limits(0, 1e6)]  # noqa: UP045
+    entropy_coef: Annotated[float, Limits(0, 1e6)]  # with more, float32 gradients overflow
+    loss_aggregation: Annotated[str, Words("token_mean", "sequence_mean", "fixed_length")]
+    loss_length: Annotated[int, Limits(1, 100_000_000)]
+    critic_warmup_steps: Annotated[int, Limits(0, 1_000_000_000)]
+    start_critic_from_actor: Optional[bool]  # noqa: UP045
+    heldout_prompts: Annotated[int, Limits(1, 1_000_000)]
+    evaluate_every: Annotated[Optional[int], Limits(1, 1_000_000_000)]  # noqa: UP045
+    kl: KlConfig
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether KL to the reference model counts, or may come to; otherwise nobody keeps or asks that model."""
+        return self.kl.coef > 0 or self.kl.target is not None
+
+    @property
+    def needs_log_probs_before_training(self) -> bool:
+        """Whether something reads them before the pass that trains, or later passes train on the same responses."""
+        has_kl_in_reward = self.uses_reference and self.kl.placement == "reward"
+        return self.epochs * self.minibatches > 1 or has_kl_in_reward
+
+    @property
+    def old_log_probs_come_from_training(self) -> bool:
+        """Whether a step has no forward pass of its own for them; one that does not train the actor has it always."""
+        return self.old_log_probs != "forward" and not self.needs_log_probs_before_training
