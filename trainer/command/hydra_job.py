@@ -67,7 +67,11 @@ def hydra_job(composed: DictConfig) -> float | tuple[float, ...]:
         if in_sweep and jobs.SweepDirectory.path is None:  # a launcher's process: others write to the terminal too
             stack.enter_context(jobs.own_output(directory))
         try:
-            config = configuration.to_config(composed)
+            config = jobs.as_begun(
+                configuration.to_config(composed),
+                directory,
+                left_open=configuration.left_to_the_machine(composed),
+            )
             results = run_job(config, directory, new_console())
             return objectives.values(results, names=config.objective)
         except (ValueError, ImportError, OmegaConfBaseException, WorkerError, UnwritableFile) as error:

@@ -11,17 +11,18 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
 
-from trainer.checkpoint import folder as checkpoints
+from trainer.command import same_job
+from trainer.command.same_job import describe, what_differs
 from trainer.common.files import UnwritableFile, write_whole
 from trainer.common.json_files import OBJECT, TEXT, optional
-from trainer.config.identity import decisive, to_plain
+from trainer.config.identity import to_plain
 from trainer.config.schema import Config
 from trainer.report import MEMORY_FILE, METRICS_FILE, Table
 from trainer.report.compare import find_runs, read_overrides
@@ -48,6 +49,13 @@ class SweepDirectory(Callback):
         SweepDirectory.path = Path(config.hydra.sweep.dir).absolute()
 
 
+def as_begun(config: Config, directory: Path, *, left_open: Collection[str]) -> Config:
+    """``config`` as the job in ``directory`` was begun with it: see :func:`trainer.command.same_job.as_begun`."""
+    if not (directory / CONFIG_FILE).exists():
+        return config
+    return same_job.as_begun(config, read_config(directory, fields=_COMPARED), left_open=left_open)
+
+
 def finished(directory: Path, config: Config) -> dict[str, Any] | None:
     """The result of this config's job if it has finished in ``directory``.
 
@@ -57,21 +65,15 @@ def finished(directory: Path, config: Config) -> dict[str, Any] | None:
     path = directory / CONFIG_FILE
     if not path.exists():
         return None
-    if not _is_same_job(read_config(directory, fields=_COMPARED), to_plain(config), directory):
+    different = what_differs(read_config(directory, fields=_COMPARED), config, directory)
+    if different:
         raise ValueError(
             f"{directory} holds a run of another config, which this one would overwrite: choose another "
-            "hydra.run.dir (in a sweep hydra.sweep.dir)"
+            "hydra.run.dir (in a sweep hydra.sweep.dir), or go on with that run by giving what it has "
+            f"({describe(different)})"
         )
     (directory / FAILURE_FILE).unlink(missing_ok=True)
     return read_result(directory)
-
-
-def _is_same_job(known: dict[str, Any], given: dict[str, Any], directory: Path) -> bool:
-    """Going on in the job's own directory makes it no other job; going on from another run does."""
-    known, given = decisive(known), decisive(given)
-    if checkpoints.is_inside(given["resume"], directory):
-        known, given = known | {"resume": None}, given | {"resume": None}
-    return known == given
 
 
 @contextmanager

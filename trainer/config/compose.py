@@ -18,9 +18,11 @@ from trainer.algo.estimators import AdvantageEstimator
 from trainer.common.imports import import_named
 from trainer.config import objectives, rules
 from trainer.config.hf_architecture import architecture_of
+from trainer.config.marks import Mark
 from trainer.config.roles import drops_copy
 from trainer.config.rules.model import default_attention_backend, default_kernels
 from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, ComposedConfig, Config, MemoryConfig, RestoreConfig
+from trainer.config.settings import is_marked
 from trainer.tasks import Task
 
 
@@ -145,6 +147,17 @@ def _typed_memory(given: dict[str, Any]) -> dict[str, Any]:
     restore = OmegaConf.to_container(OmegaConf.merge(schema, {"memory": roles}), throw_on_missing=True)
     assert isinstance(restore, dict)
     return {**{key: given[key] for key in given.keys() & settings}, "roles": restore["memory"]}
+
+
+def left_to_the_machine(composed: DictConfig) -> frozenset[str]:
+    """Keys of the settings that every machine decides for itself, because nobody gave a value."""
+    return frozenset(
+        f"{section}.{key}"
+        for section, settings in composed.items_ex(resolve=False)
+        if isinstance(settings, DictConfig) and not settings._is_none()
+        for key in settings
+        if is_marked(f"{section}.{key}", Mark.PER_NODE) and OmegaConf.is_interpolation(settings, str(key))
+    )
 
 
 def _explicit_flags(composed: DictConfig) -> Iterable[tuple[str, str]]:
