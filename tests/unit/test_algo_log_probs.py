@@ -12,10 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.algo import log_probs as module
 from trainer.algo.log_probs import (
-    entropy_from_logits,
     linear_log_probs_and_entropy,
     log_probs_and_entropy,
-    log_probs_from_logits,
 )
 
 
@@ -36,8 +34,7 @@ def plain(logits, targets, *, temperature, vocab_size):
 def test_by_hand():
     # weights 1 : 3 : 4 of 8; the fourth column is vocabulary padding
     logits = torch.tensor([[[1.0, 3.0, 4.0, 1e30]]]).log()
-    log_prob = log_probs_from_logits(logits, torch.tensor([[1]]), temperature=1.0, vocab_size=3)
-    entropy = entropy_from_logits(logits, temperature=1.0, vocab_size=3)
+    log_prob, entropy = log_probs_and_entropy(logits, torch.tensor([[1]]), temperature=1.0, vocab_size=3)
     assert log_prob.item() == pytest.approx(math.log(3 / 8))
     assert entropy.item() == pytest.approx(1 / 8 * math.log(8) + 3 / 8 * math.log(8 / 3) + 1 / 2 * math.log(2))
 
@@ -45,7 +42,7 @@ def test_by_hand():
 def test_temperature_by_hand():
     # temperature 1/2 squares the weights: 1 : 9 : 16 of 26
     logits = torch.tensor([[[1.0, 3.0, 4.0]]]).log()
-    log_prob = log_probs_from_logits(logits, torch.tensor([[2]]), temperature=0.5, vocab_size=3)
+    log_prob, _ = log_probs_and_entropy(logits, torch.tensor([[2]]), temperature=0.5, vocab_size=3)
     assert log_prob.item() == pytest.approx(math.log(16 / 26))
 
 
@@ -71,8 +68,7 @@ def test_gradcheck():
     logits, targets = random_case()
     logits.requires_grad_()
     options = {"temperature": 1.3, "vocab_size": 5}
-    assert torch.autograd.gradcheck(lambda x: log_probs_from_logits(x, targets, **options), logits)
-    assert torch.autograd.gradcheck(lambda x: entropy_from_logits(x, **options), logits)
+    assert torch.autograd.gradcheck(lambda x: log_probs_and_entropy(x, targets, **options), logits)
 
 
 def test_bfloat16_logits_are_computed_in_float32():
@@ -109,7 +105,7 @@ def test_garbage_in_padding_logits_and_targets_does_not_reach_gradients(garbage)
 @pytest.mark.parametrize("target", [-100, 5])
 def test_target_outside_the_vocabulary_is_nan(target):
     logits, _ = random_case()
-    result = log_probs_from_logits(logits, torch.full((2, 6), target), temperature=1.0, vocab_size=5)
+    result, _ = log_probs_and_entropy(logits, torch.full((2, 6), target), temperature=1.0, vocab_size=5)
     assert result.isnan().all()
 
 

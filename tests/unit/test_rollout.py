@@ -18,7 +18,7 @@ from tests.helpers.engines import (
     random_weights,
 )
 from tests.helpers.megatron_world import logits_of, one_rank_world
-from trainer.algo.log_probs import log_probs_from_logits
+from trainer.algo.log_probs import log_probs_and_entropy
 from trainer.config.schema import RopeScalingConfig
 from trainer.config.settings import setting_of
 from trainer.megatron.build import build_gpt, named_tensors
@@ -260,7 +260,7 @@ def test_log_probs_equal_those_of_a_full_forward_pass(make_engine, dtype, tolera
     engine = make_engine(model=dataclasses.replace(MODEL, dtype=dtype), temperature=0.7, top_p=0.9)
     engine.wake_up(random_weights(engine).items())
     responses = engine.generate(PROMPTS, seed=2)
-    expected = log_probs_from_logits(
+    expected, _ = log_probs_and_entropy(
         full_forward(engine, responses)[:, :-1], responses.tokens[:, 1:], temperature=0.7, vocab_size=VOCABULARY
     )
     mask = responses.response_mask[:, 1:]
@@ -282,7 +282,7 @@ def test_log_probs_equal_those_of_the_actor(make_engine):
     tokens = responses.tokens
     with torch.no_grad():
         logits = logits_of(gpt, tokens)
-    actors = log_probs_from_logits(logits[:, :-1], tokens[:, 1:], temperature=1.0, vocab_size=VOCABULARY)
+    actors, _ = log_probs_and_entropy(logits[:, :-1], tokens[:, 1:], temperature=1.0, vocab_size=VOCABULARY)
     gap = (actors - responses.log_probs[:, 1:])[responses.response_mask[:, 1:]]
     assert actors.std() > 0.5
     assert gap.abs().max() < 0.1
@@ -338,7 +338,7 @@ def test_rows_of_the_vocabulary_beyond_the_tokenizer_are_never_drawn(make_engine
     mask = responses.response_mask[:, 1:]
     assert (logits[:, :-1].argmax(-1)[mask] >= VOCABULARY).all()
     assert (responses.tokens < VOCABULARY).all()
-    expected = log_probs_from_logits(logits[:, :-1], responses.tokens[:, 1:], temperature=1.0, vocab_size=VOCABULARY)
+    expected, _ = log_probs_and_entropy(logits[:, :-1], responses.tokens[:, 1:], temperature=1.0, vocab_size=VOCABULARY)
     torch.testing.assert_close(responses.log_probs[:, 1:][mask], expected[mask], atol=1e-5, rtol=0)
 
 
@@ -359,7 +359,7 @@ def test_log_probs_of_every_family_equal_those_of_a_full_forward_pass(make_engin
     engine.wake_up(weights.items())
     assert any("bias" in name and weight.std() > 0.1 for name, weight in weights.items()) == (family == "qwen2")
     responses = engine.generate(PROMPTS, seed=2)
-    expected = log_probs_from_logits(
+    expected, _ = log_probs_and_entropy(
         full_forward(engine, responses)[:, :-1], responses.tokens[:, 1:], temperature=1.0, vocab_size=VOCABULARY
     )
     mask = responses.response_mask[:, 1:]

@@ -31,15 +31,15 @@ from trainer.algo.log_probs_torch import is_within
 _CHUNK_ELEMENTS, _FUSED_CHUNK_ELEMENTS = 1 << 24, 1 << 28
 
 
-def log_probs_from_logits(
+def log_probs_and_entropy(
     logits: Tensor,
     targets: Tensor,
     *,
     temperature: float,
     vocab_size: int,
     group: distributed.ProcessGroup | None = None,
-) -> Tensor:
-    """Log-probability of each target under softmax(logits / temperature).
+) -> tuple[Tensor, Tensor]:
+    """Of each target under softmax(logits / temperature), and the entropy in nats of that distribution.
 
     Args:
         logits: [b, s, v], any float dtype; column t predicts `targets[:, t]`. Contiguous ones are not copied. With a
@@ -51,31 +51,10 @@ def log_probs_from_logits(
             once, however many they are. None: the logits hold all of it.
 
     Returns:
-        [b, s] float32 (float64 for float64 logits). A target outside the vocabulary gives NaN: loud if it is
-        used, harmless if it is padding. Tokens whose incoming gradient is 0 send exactly 0 back, whatever
+        Two [b, s] float32 (float64 for float64 logits). The log-prob of a target outside the vocabulary is NaN: loud
+        if it is used, harmless if it is padding. Tokens whose incoming gradient is 0 send exactly 0 back, whatever
         their logits hold.
     """
-    how = _How(temperature, vocab_size, with_entropy=False, group=group)
-    return _of_logits(logits, targets, how)[0]
-
-
-def entropy_from_logits(
-    logits: Tensor, *, temperature: float, vocab_size: int, group: distributed.ProcessGroup | None = None
-) -> Tensor:
-    """Entropy [b, s] in nats of softmax(logits / temperature); see `log_probs_from_logits`."""
-    targets = torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device)
-    return _of_logits(logits, targets, _How(temperature, vocab_size, with_entropy=True, group=group))[1]
-
-
-def log_probs_and_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float,
-    vocab_size: int,
-    group: distributed.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Both of the above in one pass over the logits (and one gradient tensor instead of two)."""
     return _of_logits(logits, targets, _How(temperature, vocab_size, with_entropy=True, group=group))
 
 
@@ -101,7 +80,7 @@ def linear_log_probs_and_entropy(
         fused: by Triton kernels (CUDA), which need no float32 working tensors.
 
     Returns:
-        Two [m]; for the rest see `log_probs_from_logits`.
+        Two [m]; for the rest see `log_probs_and_entropy`.
     """
     how = _How(temperature, vocab_size, with_entropy=True, group=group, fused=fused)
     return _TokenStatistics.apply(hidden, weight, targets, rows, how)

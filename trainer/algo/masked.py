@@ -26,11 +26,6 @@ def masked_sum(x: Tensor, *, mask: Tensor) -> Tensor:
     return zero_padding(x, mask=mask).sum()
 
 
-def masked_mean(x: Tensor, *, mask: Tensor) -> Tensor:
-    """Mean of `x` over the True positions of `mask`, a scalar; 0 if there are none."""
-    return divide_or_zero(masked_sum(x, mask=mask), mask.sum())
-
-
 @torch.no_grad()
 def whiten(x: Tensor, *, mask: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Shift and scale the valid tokens of all ranks in `group` to mean 0 and variance 1; zero off `mask`.

@@ -49,12 +49,6 @@ def is_last_stage() -> bool:
     return pipeline_rank() == pipeline_group().size() - 1
 
 
-def model_parallel_rank() -> int:
-    """Of the ranks that hold one model together, which one this is: tensor-parallel neighbours follow each other."""
-    group = tensor_parallel_group()
-    return pipeline_rank() * group.size() + group.rank()
-
-
 def from_stage(stage: int, value: Any) -> Any:
     """What the ranks of pipeline stage ``stage`` pass (pickled). Collective over the pipeline group."""
     return _broadcast(value, pipeline_group(), source=stage)

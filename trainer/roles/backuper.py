@@ -172,11 +172,6 @@ class TensorBackuper:
         self._copies(tag)
         return self._tags[tag][0].size_bytes
 
-    def drop(self, tag: str) -> None:
-        """Give the memory of a tag back."""
-        self._copies(tag)
-        del self._tags[tag]
-
     def _sources(self) -> dict[str, torch.Tensor]:
         pairs = list(self._source_getter())
         sources = dict(pairs)

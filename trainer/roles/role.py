@@ -7,7 +7,6 @@ and the restore of its bytes is impossible through the public methods: :meth:`Ro
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -30,6 +29,7 @@ from trainer.memory.regions import MemoryObserver, RoleRegions
 from trainer.memory.saver import Saver
 from trainer.plan import KINDS, Plan, weights_kind
 from trainer.roles.backuper import TensorBackuper
+from trainer.roles.digest import digest
 
 TRAINING = frozenset(KINDS)
 FORWARD = frozenset({"param"})
@@ -428,21 +428,14 @@ class Role:
         return sum(param.numel() for chunk in self.chunks for param in chunk.parameters())
 
     def weights_sha256(self) -> str:
-        """SHA-256 (hex) of every model tensor and of the optimizer state of this rank."""
+        """SHA-256 (hex) over the hashes of every model tensor and of the optimizer state of this rank, which are
+        computed where those lie (:mod:`trainer.roles.digest`)."""
         self.require(TRAINING, tag=self.name)
         self._regions.wait_for_optimizer_state()
-        digest = hashlib.sha256()
-        for name, tensor in named_tensors(self.chunks):
-            digest.update(name.encode())
-            digest.update(_bytes_of(tensor))
-        for piece in self._state.pieces if self.spec.is_trained else ():
-            digest.update(_bytes_of(piece))
-        return digest.hexdigest()
+        weights = ((name, [tensor]) for name, tensor in named_tensors(self.chunks))
+        state = [("optimizer", self._state.pieces)] if self.spec.is_trained else []
+        return digest([*weights, *state])
 
 
 def _shares_of(weights: Mapping[str, torch.Tensor]) -> list[Share]:
     return [Share(name, 0, {"weights": tensor.detach().view(-1)}) for name, tensor in weights.items()]
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
