@@ -20,6 +20,7 @@ from torch import Tensor
 from trainer.algo.estimators import AdvantageEstimator
 from trainer.algo.kl import next_kl_coef
 from trainer.checkpoint.state import Checkpoints
+from trainer.checkpoint.step_saver import StepSaver
 from trainer.common.seeds import seed_for
 from trainer.config.roles import REFERENCE, optimizer_steps, trained_roles
 from trainer.config.schema import AlgoConfig, Config
@@ -37,6 +38,7 @@ from trainer.roles.role import FORWARD, Role
 from trainer.rollout.base import RolloutEngine
 from trainer.training import step
 from trainer.training.experience import Judgement, agreed_responses, experience_of, rollout_batch
+from trainer.training.finite import require_finite_loss, require_progress
 from trainer.training.micro_batches import Split
 
 REFERENCE_PHASE, LOG_PROBS_PHASE = "ref_log_probs", "log_probs"
@@ -104,6 +106,7 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
     if resumed is None:
         warm_up(run, outputs)
     schedules = _schedules(run)
+    saver = StepSaver(checkpoints, run.learners, schedules=schedules, phases=phases)
     if resumed is None:
         record: dict[str, Any] = {
             "step": 0,
@@ -113,14 +116,15 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
         }
         kl_coef = settings.kl.coef
         _report(outputs, record)
-        if _checkpoint(run, checkpoints, record, schedules=schedules, kl_coef=kl_coef):
+        if saver.save_if_due(record, kl_coef=kl_coef):
             return record
     else:
         record, kl_coef = dict(resumed.record), resumed.kl_coef
         for name, schedule in schedules.items():
             schedule.step(resumed.schedule_steps[name])
     for step_number in range(record["step"] + 1, settings.num_steps + 1):
-        with outputs.trace(step_number):
+        last = record
+        with saver.around_step_after(last, kl_coef=kl_coef), outputs.trace(step_number):
             record = {"step": step_number, **ppo_step(run, step_number, schedules=schedules, kl_coef=kl_coef)}
         kl_coef = _next_kl_coef(run.config, kl_coef, record.get("kl"))
         if _needs_accuracy(settings, step_number, checkpoints):
@@ -129,7 +133,10 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
             record |= _weights_sha256(run, step_number)
         record |= phases.end_step()
         _report(outputs, record)
-        if _checkpoint(run, checkpoints, record, schedules=schedules, kl_coef=kl_coef):
+        for name in run.learners:
+            optimizer_steps = settings.epochs * settings.minibatches
+            require_progress((last, record), name, optimizer_steps=optimizer_steps)
+        if saver.save_if_due(record, kl_coef=kl_coef):
             break
     return record
 
@@ -142,7 +149,9 @@ def warm_up(run: Run, outputs: Outputs) -> None:
         for number in range(1, settings.warmup_steps + 1):
             optimizer.set_learning_rate(actor.optimizer, settings.warmup_lr)
             batch = run.prompts.supervised_batch(number)
-            sums = step.train_minibatch(actor, batch, loss, split=Split.of_training(settings))
+            split = Split.of_training(settings)
+            sums = step.train_minibatch(actor, batch, loss, split=split)
+            require_finite_loss([sums], actor, batch, loss, split=split, when=f"warm_up, its step {number}")
             if outputs.progress:
                 mean = sums["loss_sum"] / sums["loss_count"]
                 outputs.progress.warm_up(number, total=settings.warmup_steps, loss=mean)
@@ -279,8 +288,10 @@ def _train(
     split, results = Split.of_training(run.config.algo), []
     for epoch in range(run.config.algo.epochs):
         for rows in run.prompts.minibatch_rows(len(experience), step=number, epoch=epoch):
-            results.append(step.train_minibatch(role, experience.select(rows), loss, split=split))
+            minibatch = experience.select(rows)
+            results.append(step.train_minibatch(role, minibatch, loss, split=split))
             schedule.step(1)
+    require_finite_loss(results, role, minibatch, loss, split=split, when=f"step {number}, train_{role.name}")
     return results
 
 
@@ -306,27 +317,6 @@ def _weights_sha256(run: Run, number: int) -> dict[str, str]:
         with run.phases.phase("report", step=number), role.awake():
             digests[f"weights_sha256/{role.name}"] = combined_digest(role.weights_sha256())
     return digests
-
-
-def _checkpoint(
-    run: Run,
-    checkpoints: Checkpoints | None,
-    record: Mapping[str, Any],
-    *,
-    schedules: Mapping[str, Any],
-    kl_coef: float,
-) -> bool:
-    """Save the step whose record has been written, if that is due or the job was asked to stop, which is returned. The
-    seconds of saving count towards the next record."""
-    stops = checkpoints is not None and checkpoints.stop_requested()
-    if checkpoints is None or not (stops or checkpoints.is_due(record["step"])):
-        return False
-    schedule_steps = {name: schedule.num_steps for name, schedule in schedules.items()}
-    with run.phases.phase("checkpoint", step=record["step"]):
-        checkpoints.save(
-            run.learners, step=record["step"], kl_coef=kl_coef, schedule_steps=schedule_steps, record=record
-        )
-    return stops
 
 
 def _report(outputs: Outputs, record: Mapping[str, Any]) -> None:

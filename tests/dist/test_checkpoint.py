@@ -14,7 +14,7 @@ from tests.helpers.checkpoints import assert_same_tensors, checkpoint_of, files,
 from tests.helpers.commands import lasting_metrics, start, torpor
 from tests.helpers.composing import SMALL, config_of
 from trainer.checkpoint import folder
-from trainer.command.launch import launch
+from trainer.command.launch import WorkerError, launch
 from trainer.command.launch_environment import worker_environment
 
 # Everything that a resume could get wrong: schedules that move, an adaptive coefficient, a critic that starts earlier.
@@ -121,6 +121,22 @@ def check_skipped_step(directory: Path, records: list[dict], expected: list[dict
     assert with_skip.schedule_steps == without.schedule_steps
     assert with_skip.optimizer_steps == without.optimizer_steps | {"critic": without.optimizer_steps["critic"] - 1}
     assert records[-1]["weights_sha256/critic"] != expected[-1]["weights_sha256/critic"]
+
+
+def test_a_step_that_is_not_finite_ends_the_run_with_the_last_good_step_saved(tmp_path):
+    """Step 1 was not to be saved; the checkpoint is that of a run which saves it."""
+    every, last = (config_of(*RUN, f"checkpoint.every_steps={steps}") for steps in (1, 3))
+    launch_cases([Case("whole", every, tmp_path / "whole")], nproc=1, log_dir=tmp_path / "logs")
+    expected = (
+        "step 2, train_critic: the loss of every minibatch is NaN or infinite. "
+        "The first that is not finite: the loss of micro-batch 1 of "
+    )
+    with pytest.raises(WorkerError, match=expected):
+        launch_cases([Case("nan", last, tmp_path / "nan", fault="nan_returns")], nproc=1, log_dir=tmp_path / "logs2")
+    assert {path.name for path in (tmp_path / "nan" / "checkpoints").iterdir()} == {"step_1"}
+    assert files(checkpoint_of(tmp_path / "nan", 1)) == files(checkpoint_of(tmp_path / "whole", 1))
+    saved, wanted = (folder.read(checkpoint_of(tmp_path / name, 1)) for name in ("nan", "whole"))
+    assert (saved.schedule_steps, saved.kl_coef) == (wanted.schedule_steps, wanted.kl_coef)
 
 
 # An odd number of embedding rows, one more than there are tokens; tied ones lie on two pipeline stages.

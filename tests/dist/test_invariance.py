@@ -75,11 +75,24 @@ def test_copies_that_come_as_late_as_they_may_change_nothing(tmp_path):
         assert numbers(results[name]) == numbers(results["none"]), name
 
 
-@pytest.mark.parametrize("fault", ["without_switch_model", "critic_flag_forced"])
+POISONED = {
+    "without_switch_model": "NaN",  # in the logits, which stops the sampler
+    "critic_flag_forced": r"step 1, train_critic: the loss of every minibatch is NaN or infinite. .*: the weights .* of "
+    "the critic",
+}
+
+
+@pytest.mark.parametrize("fault", POISONED)
 def test_the_invariance_test_sees_a_missing_restore(fault, tmp_path):
     """With the restore left out, or the critic's only copy gone, the run computes with poison and not in silence."""
-    with pytest.raises(WorkerError, match="NaN"):  # poison in the logits stops the sampler
+    with pytest.raises(WorkerError, match=POISONED[fault]):
         run_cases({"lean": CASES["lean"]}, nproc=1, log_dir=tmp_path, fault=fault)
+
+
+def test_a_warm_up_that_is_not_finite_ends_the_run(tmp_path):
+    expected = "warm_up, its step 1: the loss of every minibatch is NaN or infinite. .*: the weights .* of the actor"
+    with pytest.raises(WorkerError, match=expected):
+        run_cases({"lean": CASES["lean"]}, nproc=2, log_dir=tmp_path, fault="nan_weights")
 
 
 def test_a_launched_pair_gives_the_same_records(tmp_path):

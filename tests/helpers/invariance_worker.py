@@ -1,5 +1,6 @@
 """The rank that runs one small job under several memory settings in turn; used by test_invariance."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -130,10 +131,45 @@ def _infinite_gradient() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _nan_weights() -> Iterator[None]:
+    """One weight of the actor is NaN when the warm-up begins."""
+    from trainer import loop
+
+    original = loop.warm_up
+
+    def warm_up(run: Any, outputs: Any) -> None:
+        with run.actor.awake(), torch.no_grad():
+            name, tensor = next(iter(run.actor.whole_weights()))
+            run.actor.load_whole_weights({name: torch.full_like(tensor, torch.nan)})
+        original(run, outputs)
+
+    with mock.patch.object(loop, "warm_up", warm_up):
+        yield
+
+
+@contextmanager
+def _nan_returns() -> Iterator[None]:
+    """What the critic's values are to become is NaN in PPO step 2."""
+    from trainer import loop
+
+    original = loop.collect
+
+    def collect(run: Any, number: int, **options: Any) -> Any:
+        experience = original(run, number, **options)
+        returns = torch.full_like(experience.returns, torch.nan)
+        return dataclasses.replace(experience, returns=returns) if number == 2 else experience
+
+    with mock.patch.object(loop, "collect", collect):
+        yield
+
+
 FAULTS: dict[str | None, Callable[[], Any]] = {
     None: _no_fault,
     "without_switch_model": _without_switch_model,
     "critic_flag_forced": _critic_flag_forced,
     "late_copies": _late_copies,
     "infinite_gradient": _infinite_gradient,
+    "nan_weights": _nan_weights,
+    "nan_returns": _nan_returns,
 }

@@ -80,6 +80,10 @@ class Checkpoints:
         every = self._config.checkpoint.every_steps
         return every is not None and (step % every == 0 or step == self._config.algo.num_steps)
 
+    def lacks(self, step: int) -> bool:
+        """Whether a job that saves checkpoints has none of ``step`` that it was to save."""
+        return self._config.checkpoint.every_steps is not None and not self.is_due(step)
+
     def needs_accuracy(self, step: int) -> bool:
         """Whether the record of ``step`` must hold the held-out accuracy, by which checkpoints are compared."""
         return self._config.checkpoint.keep_best and self.is_due(step)

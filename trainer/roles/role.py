@@ -427,6 +427,11 @@ class Role:
         """Parameters on this rank."""
         return sum(param.numel() for chunk in self.chunks for param in chunk.parameters())
 
+    def weights_not_finite(self) -> list[str]:
+        """Names of this rank's model tensors that hold NaN or infinity."""
+        self.require(FORWARD)
+        return [name for name, tensor in named_tensors(self.chunks) if not tensor.isfinite().all()]
+
     def weights_sha256(self) -> str:
         """SHA-256 (hex) over the hashes of every model tensor and of the optimizer state of this rank, which are
         computed where those lie (:mod:`trainer.roles.digest`)."""

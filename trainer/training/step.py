@@ -181,6 +181,27 @@ def _summed(reports: list[dict[str, Tensor]], aux_losses: dict[str, Tensor]) -> 
     return sum_over_ranks(sums | aux_losses)
 
 
+def first_not_finite(role: Role, batch: SequencesT, loss: Loss[SequencesT], *, split: Split) -> str:
+    """What comes first, in the pass of a minibatch, that is NaN or infinite: a weight, what a micro-batch's output was
+    read as, or its loss. Runs the forward pass once more. Collective."""
+    if names := role.weights_not_finite():
+        return f"the weights {names[0]} of the {role.name}"
+    parts = micro_batches(batch, split)
+
+    def on_output(work: _Work[SequencesT], output: Tensor, *, non_loss_data: bool) -> tuple[bool, bool]:
+        found = loss.read(_head(role), work.given, output)
+        total, _, _ = loss.compute(work.batch, *found)
+        return all(bool(tensor.isfinite().all()) for tensor in found), bool(total.isfinite())
+
+    with torch.no_grad():
+        flags = _run_schedule(role, _works(batch, parts), on_output, forward_only=True)
+    for number, (output_is_finite, loss_is_finite) in enumerate(from_last_stage(flags), start=1):
+        if not (output_is_finite and loss_is_finite):
+            read = "values" if role.spec.has_value_head else "log-probs"
+            return f"the {'loss' if output_is_finite else read} of micro-batch {number} of {len(parts)}"
+    return "nothing on this rank: its gradients, or what another rank computed"
+
+
 def supervised_loss(*, vocab_size: int) -> Loss[Sequences]:
     """Cross-entropy of the response tokens, token mean."""
 
