@@ -77,8 +77,7 @@ def test_copies_that_come_as_late_as_they_may_change_nothing(tmp_path):
 
 POISONED = {
     "without_switch_model": "NaN",  # in the logits, which stops the sampler
-    "critic_flag_forced": r"step 1, train_critic: the loss of every minibatch is NaN or infinite. .*: the weights .* of "
-    "the critic",
+    "critic_flag_forced": "step 1, train_critic: the loss of every minibatch is NaN or infinite. .*: the weights",
 }
 
 

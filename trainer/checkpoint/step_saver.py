@@ -40,8 +40,8 @@ class StepSaver:
 
     @contextmanager
     def around_step_after(self, record: Mapping[str, Any], *, kl_coef: float) -> Iterator[None]:
-        """Inside is the step after that of ``record``. Where its numbers are not finite, and no role has been trained in
-        it, a job that saves checkpoints saves the step of ``record`` before it ends, if it has not."""
+        """Inside is the step after that of ``record``. Where its numbers are not finite, and no role has been trained
+        in it, a job that saves checkpoints saves the step of ``record`` before it ends, if it has not."""
         schedule_steps, optimizer_steps = self._schedule_steps(), self._optimizer_steps()
         try:
             yield
