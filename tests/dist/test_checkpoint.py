@@ -133,7 +133,8 @@ def test_a_step_that_is_not_finite_ends_the_run_with_the_last_good_step_saved(tm
     )
     with pytest.raises(WorkerError, match=expected):
         launch_cases([Case("nan", last, tmp_path / "nan", fault="nan_returns")], nproc=1, log_dir=tmp_path / "logs2")
-    assert {path.name for path in (tmp_path / "nan" / "checkpoints").iterdir()} == {"step_1"}
+    assert {path.name for path in (tmp_path / "nan" / "checkpoints").glob("step_*")} == {"step_0", "step_1"}
+    assert folder.latest(tmp_path / "nan") == checkpoint_of(tmp_path / "nan", 1)
     assert files(checkpoint_of(tmp_path / "nan", 1)) == files(checkpoint_of(tmp_path / "whole", 1))
     saved, wanted = (folder.read(checkpoint_of(tmp_path / name, 1)) for name in ("nan", "whole"))
     assert (saved.schedule_steps, saved.kl_coef) == (wanted.schedule_steps, wanted.kl_coef)
