@@ -21,6 +21,7 @@ from trainer.megatron import platform
 from trainer.plan import make_plan
 from trainer.plan.footprint import footprint, plan_rows
 from trainer.plan.holdings import arena_bytes
+from trainer.plan.micro_batch import with_micro_batch_tokens
 from trainer.rollout.engines import make_engine, planned_bytes
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ def build(config: Config, phases: Phases, *, selection: Selection | None = None)
     task = make_task(config)
     tokenizer = load_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
     vocab_size = vocabulary_size(tokenizer)
+    config = with_micro_batch_tokens(config, vocab_size=vocab_size, engine=planned_bytes(config, vocab_size=vocab_size))
     saver = make_saver(config)
     plan = make_plan(config)
     arenas = HostArenas.of(config)

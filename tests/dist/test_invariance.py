@@ -39,10 +39,14 @@ def test_policies_compute_the_same_without_a_critic(tmp_path):
     "extra",
     [
         ("roles.actor.ddp.use_distributed_optimizer=false", "roles.critic.ddp.use_distributed_optimizer=false"),
-        ("roles.actor.ddp.overlap_grad_reduce=true", "roles.actor.ddp.overlap_param_gather=true"),
-        ("model.dtype=fp32", "model.tie_embeddings=true", "model.qk_norm=true"),
+        (
+            "roles.actor.ddp.overlap_grad_reduce=true",
+            "roles.actor.ddp.overlap_param_gather=true",
+            "training.recompute=full",
+        ),
+        ("model.dtype=fp32", "model.tie_embeddings=true", "model.qk_norm=true", "training.recompute=selective"),
     ],
-    ids=["plain-optimizer", "overlap", "fp32-tied"],
+    ids=["plain-optimizer", "overlap-recompute", "fp32-tied-selective"],
 )
 def test_other_optimizers_and_models_are_invariant_too(extra, tmp_path):
     cases = {name: CASES[name] for name in ("none", "full", "lean", "rebuild")}

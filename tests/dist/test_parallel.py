@@ -23,15 +23,15 @@ OVERLAP = tuple(
 LAYOUTS = {
     1: {"one": (), "one_tied": TIED, "one_moe": MOE},
     2: {
-        "tp": TP,
+        "tp": (*TP, "training.recompute=selective"),
         "tp_plain": (*TP, *PLAIN),
         "pp": PP,
         "pp_tied": (*PP, *TIED),
         "vpp": (*VPP, *OVERLAP),
-        "tp_moe": (*TP, *MOE),
+        "tp_moe": (*TP, *MOE, "training.recompute=full"),
         "tp_ep_moe_plain": (*TP, *MOE, "parallel.expert=2", *PLAIN),
         "tp_moe_plain": (*TP, *MOE, *PLAIN),
-        "vpp_moe": (*VPP, *MOE),
+        "vpp_moe": (*VPP, *MOE, "training.recompute=full"),
     },
     4: {
         "tp_vpp": (*TP, *VPP),

@@ -56,9 +56,16 @@ def run_passes(job: PassesJob) -> dict[str, Any]:
 
 
 def _ours(model: ModelConfig, config: Config) -> nn.Module:
-    from trainer.megatron.build import build_gpt
+    from trainer.megatron.build import build_chunks
 
-    gpt = build_gpt(model, vocab_size=_VOCABULARY, parallel=config.parallel, seed=config.seed, value_head=True)
+    (gpt,) = build_chunks(
+        model,
+        vocab_size=_VOCABULARY,
+        parallel=config.parallel,
+        seed=config.seed,
+        value_head=True,
+        recompute=config.training.recompute,
+    )
     nn.init.normal_(gpt.output_layer.weight)  # type: ignore  (zeros give gradients of zero, multiplied faster)
     return _OnTokens(gpt)
 

@@ -41,6 +41,7 @@ from trainer.data.selection import select
 from trainer.plan import make_plan
 from trainer.plan.fit import check_fits
 from trainer.plan.footprint import footprint, plan_rows
+from trainer.plan.micro_batch import with_micro_batch_tokens
 from trainer.report import MEMORY_FILE, METRICS_FILE, REPORT_FILE, final_tables, plan_table, read_records
 from trainer.report.records import read_result
 from trainer.rollout.engines import planned_bytes
@@ -98,6 +99,7 @@ def run_job(config: Config, directory: Path, console: Console) -> Mapping[str, f
     tokenizer = light_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
     vocab_size = vocabulary_size(tokenizer)
     engine = planned_bytes(config, vocab_size=vocab_size)
+    config = with_micro_batch_tokens(config, vocab_size=vocab_size, engine=engine)
     check_fits(config, vocab_size=vocab_size, engine=engine, host_bytes=host_memory_limit_bytes())
     plan = plan_rows(footprint(config, vocab_size=vocab_size, engine=engine))
     encoder = Encoder(config.tokenizer, tokenizer)

@@ -16,15 +16,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Limits:
-    """A number from ``smallest`` to ``largest``, both included."""
+    """A number from ``smallest`` to ``largest``, both included; a whole one or ``or_word``, if there is such a word."""
 
     smallest: float
     largest: float
+    or_word: str | None = None
 
     def check(self, name: str, value: Any) -> None:
         """Raise ValueError, which names the setting, unless ``value`` lies within."""
-        if value is not None and not self.smallest <= value <= self.largest:
-            raise ValueError(f"{name}={value}: must be between {_text(self.smallest)} and {_text(self.largest)}")
+        if value is None or value == self.or_word:
+            return
+        interval = f"between {_text(self.smallest)} and {_text(self.largest)}"
+        if self.or_word is not None and type(value) is not int:
+            raise ValueError(f"{name}={value}: must be a whole number {interval}, or {self.or_word}")
+        if not self.smallest <= value <= self.largest:
+            raise ValueError(f"{name}={value}: must be {interval}")
 
 
 class Words:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Dict, List, Optional  # noqa: UP035  (omegaco
 
 from trainer.common.limits import Limits, Words
 from trainer.config.marks import Mark, Within
-from trainer.config.schema_algo import SEEDS, AlgoConfig, KlConfig
+from trainer.config.schema_algo import AUTO, SEEDS, AlgoConfig, KlConfig
 from trainer.config.schema_roles import (
     GRAD_FLAG,
     PARAM_FLAG,
@@ -31,6 +31,7 @@ from trainer.config.schema_roles import (
 from trainer.config.section import Section
 
 __all__ = [
+    "AUTO",
     "GRAD_FLAG",
     "PARAM_FLAG",
     "SEEDS",
@@ -60,6 +61,7 @@ __all__ = [
     "Section",
     "SharedOptimizerConfig",
     "TokenizerConfig",
+    "TrainingConfig",
 ]
 
 
@@ -79,6 +81,14 @@ class ParallelConfig(Section):
     def model_ranks(self) -> int:
         """Ranks that work on one sequence."""
         return self.tp * self.pp * self.cp
+
+
+@dataclass
+class TrainingConfig(Section):
+    """How forward and backward passes run. ``recompute``: what the backward pass computes again instead of keeping it,
+    ``none``, the MLP or experts of every layer (``selective``), or whole layers (``full``)."""
+
+    recompute: Annotated[str, Words("none", "selective", "full")]
 
 
 @dataclass
@@ -192,6 +202,7 @@ class Config(Section):
     offload: OffloadConfig
     memory: MemoryConfig
     parallel: ParallelConfig
+    training: TrainingConfig
     tokenizer: Annotated[TokenizerConfig, Mark.WEIGHTS]
     task: Annotated[Dict[str, Any], Mark.CORPUS, Within({"seed": Mark.SEED})]  # noqa: UP006
     data: DataConfig

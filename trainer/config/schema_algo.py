@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 from trainer.common.limits import Limits, Words
 from trainer.config.marks import Mark
 from trainer.config.section import Section
 
+AUTO = "auto"
 SEEDS = Limits(-(2**63), 2**63 - 1)
 
 
@@ -25,7 +26,8 @@ class KlConfig(Section):
 @dataclass
 class AlgoConfig(Section):
     """``old_log_probs``: where the log-probs before training come from, a ``forward`` pass of their own or the one pass
-    that trains (``training``); ``auto``: the latter where it gives the same."""
+    that trains (``training``); ``auto``: the latter where it gives the same. ``micro_batch_tokens``: null, a number, or
+    ``auto`` until :mod:`trainer.plan.micro_batch` has put the largest that fits in its place."""
 
     num_steps: Annotated[int, Limits(0, 1_000_000_000)]
     warmup_steps: Annotated[int, Limits(0, 1_000_000_000)]
@@ -38,7 +40,7 @@ class AlgoConfig(Section):
     shuffle_seed: Annotated[int, SEEDS, Mark.SEED]
     old_log_probs: Annotated[str, Words("auto", "forward", "training")]
     micro_batch_size: Annotated[int, Limits(1, 1_000_000)]
-    micro_batch_tokens: Annotated[Optional[int], Limits(1, 1_000_000_000)]  # noqa: UP045
+    micro_batch_tokens: Annotated[Any, Limits(1, 1_000_000_000, or_word=AUTO)]
     whiten_advantages: bool
     clip_low: Annotated[float, Limits(0, 1)]
     clip_high: Annotated[float, Limits(0, 1e6)]

@@ -38,7 +38,7 @@ from trainer.megatron.sharding import declare_shardings, named_tensors, sharding
 from trainer.models.dtypes import DTYPES
 
 
-def transformer_config(model: ModelConfig, *, parallel: ParallelConfig) -> TransformerConfig:
+def transformer_config(model: ModelConfig, *, parallel: ParallelConfig, recompute: str = "none") -> TransformerConfig:
     """Megatron's config of ``model``. Losses are sums over tokens; Megatron divides by the global token count."""
     dtype = DTYPES[model.dtype]
     return TransformerConfig(
@@ -76,9 +76,21 @@ def transformer_config(model: ModelConfig, *, parallel: ParallelConfig) -> Trans
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
+        **_recompute_settings(model, recompute),
         **layer_parts(model.kernels).settings,
         **moe.transformer_settings(model, expert_parallel=parallel.expert),
     )
+
+
+def _recompute_settings(model: ModelConfig, recompute: str) -> dict[str, Any]:
+    """Of Megatron's config, for ``training.recompute``. Its own choice for ``selective``, the core attention, saves
+    nothing where that keeps no scores; most of what a layer keeps is its MLP's."""
+    if recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if recompute == "selective":
+        wide = "mlp" if model.num_experts is None else "moe"
+        return {"recompute_granularity": "selective", "recompute_modules": [wide]}
+    return {}
 
 
 def _leave(tensor: torch.Tensor) -> None:
@@ -100,7 +112,13 @@ def _block_spec(model: ModelConfig, *, layers: int) -> TransformerBlockSubmodule
 
 
 def build_chunks(
-    model: ModelConfig, *, vocab_size: int, parallel: ParallelConfig, seed: int, value_head: bool
+    model: ModelConfig,
+    *,
+    vocab_size: int,
+    parallel: ParallelConfig,
+    seed: int,
+    value_head: bool,
+    recompute: str = "none",
 ) -> list[GPTModel]:
     """This rank's part of a randomly initialised GPT on the current device, a GPTModel per virtual pipeline stage.
 
@@ -108,9 +126,10 @@ def build_chunks(
         seed: the same seed gives the same whole model, however it is shared among ranks.
         value_head: replaces the vocabulary projection. Without it, a model gives hidden states, see
             :mod:`trainer.megatron.heads`.
+        recompute: see :class:`trainer.config.schema.TrainingConfig`.
     """
     model_parallel_cuda_manual_seed(seed)
-    config = transformer_config(model, parallel=parallel)
+    config = transformer_config(model, parallel=parallel, recompute=recompute)
     stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
     chunks = [_build_chunk(model, config, vocab_size, stage=stage, value_head=value_head) for stage in stages]
     for chunk in chunks:

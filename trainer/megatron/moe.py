@@ -14,6 +14,7 @@ Simplified: every layer has experts, which run one after the other; no shared ex
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -70,9 +71,11 @@ def _moe_layers(module: nn.Module) -> Iterator[Any]:
 
 
 def drop_routing(chunks: Iterable[Any]) -> None:
-    """Forget what token dispatchers remember of the last forward pass: it would lie outside every region."""
+    """Forget what token dispatchers remember of the last forward pass, which would lie outside every region, and what
+    routers remember for a backward pass."""
     for chunk in chunks:
         for layer in _moe_layers(chunk):
+            layer.router.drop_recomputed()
             dispatcher = layer.token_dispatcher
             for name, value in vars(dispatcher).items():
                 if isinstance(value, Tensor) and not name.endswith("_by_local_experts"):  # fixed orders of experts
@@ -104,12 +107,17 @@ class Router(nn.Module):
     def __init__(self, model: ModelConfig, config: Any) -> None:
         super().__init__()
         self._model = model
+        self._recomputed: deque[_Sequences] = deque()  # of micro-batches whose backward pass will come here again
         shape, device = (model.num_experts, model.hidden_size), torch.cuda.current_device()
         self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))  # type: ignore[arg-type]
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def set_layer_number(self, number: int) -> None:
         """Megatron tells every router its layer's number, which this one has no use for."""
+
+    def drop_recomputed(self) -> None:
+        """Expect no backward pass any more."""
+        self._recomputed.clear()
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """hidden [s / tp, b, hidden_size], of this rank's part of the sequences -> (weights [s / tp * b, experts] in
@@ -121,11 +129,17 @@ class Router(nn.Module):
         weights = torch.zeros_like(probabilities).scatter(-1, experts, top)
         is_chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(-1, experts, True)
         sequences = _in_work.get()
-        if sequences is not None and torch.is_grad_enabled():
+        is_again = sequences is None and torch.is_grad_enabled() and bool(self._recomputed)
+        if is_again:  # the backward passes of micro-batches follow each other as their forward passes did
+            sequences = self._recomputed.popleft()
+        elif sequences is not None and not torch.is_grad_enabled():
+            self._recomputed.append(sequences)
+        if sequences is not None:
             group = tensor_parallel_group()
             losses = load_balancing_loss(probabilities, is_chosen, is_real=sequences.is_real, group=group)
             aux_loss = (losses * sequences.weights).sum()
-            sequences.aux_losses.append(aux_loss.detach())
+            if not is_again:
+                sequences.aux_losses.append(aux_loss.detach())
             if self._model.router_aux_loss_coef:
                 weights = MoEAuxLossAutoScaler.apply(weights, self._model.router_aux_loss_coef * aux_loss)
         return weights.flatten(0, 1), is_chosen.flatten(0, 1)

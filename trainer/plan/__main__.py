@@ -35,9 +35,11 @@ from trainer.config.hints import hint_for
 from trainer.config.pieces import make_task
 from trainer.config.schema import ComposedConfig, Config, Section
 from trainer.config.settings import said_of
+from trainer.plan.activations import micro_batch_tokens
 from trainer.plan.fit import check_fits, fits
 from trainer.plan.footprint import Footprint, footprint
 from trainer.plan.holdings import Holding
+from trainer.plan.micro_batch import with_micro_batch_tokens
 from trainer.plan.role_bytes import model_parameters
 from trainer.report import Table
 from trainer.rollout.engines import planned_bytes
@@ -96,7 +98,10 @@ def moment_table(prediction: Footprint) -> Table:
     """Peak of every stretch of a run, per rank and per node."""
     unit, size = byte_unit(prediction.device_peak_bytes)
     peaks = [
-        (mine.name, mine.device_bytes, mine.host_bytes, everyones.device_bytes, everyones.host_bytes)
+        (
+            *(mine.name, mine.device_bytes, mine.activation_bytes, mine.host_bytes),
+            *(everyones.device_bytes + everyones.activation_bytes, everyones.host_bytes),
+        )
         for mine, everyones in zip(prediction.moments, prediction.node_moments, strict=True)
     ]
     largest = [max(sizes) for sizes in zip(*(peak[1:] for peak in peaks), strict=True)]
@@ -105,8 +110,8 @@ def moment_table(prediction: Footprint) -> Table:
         return (name, *(f"{amount / size:.2f}" for amount in amounts))
 
     return Table(
-        title=f"{unit} per rank and on the node (x{prediction.ranks}); activations, KV cache, CUDA, NCCL come on top",
-        columns=("while", "GPU", "host", "node's GPUs", "node's host"),
+        title=f"{unit} per rank and on the node (x{prediction.ranks}); CUDA and NCCL come on top",
+        columns=("while", "GPU", "activations", "host", "node's GPUs", "node's host"),
         rows=[row(*peak) for peak in peaks],
         totals=[row("largest", *largest)],
     )
@@ -145,13 +150,15 @@ def plan_job(composed: DictConfig, *, overrides: Sequence[str], in_sweep: bool, 
     if vocab_size is None:
         vocab_size = vocab_size_of(config.tokenizer.path, task=make_task(config), vocab_size=config.largest_vocab_size)
     engine = planned_bytes(config, vocab_size=vocab_size)
+    config = with_micro_batch_tokens(config, vocab_size=vocab_size, engine=engine)
     prediction = footprint(config, vocab_size=vocab_size, engine=engine)
     if in_sweep:
         _sweep.append(Job(overrides, prediction, fits(config, prediction)))
         return
     whole = model_parameters(config, vocab_size=vocab_size)
     counts = ", ".join(f"{role} {count:.4g}" for role, count in whole.items())
-    console.print(f"parameters: {counts}   vocabulary: {vocab_size}   ranks: {prediction.ranks}")
+    tokens = f"{micro_batch_tokens(config)} tokens a micro-batch at most"
+    console.print(f"parameters: {counts}   vocabulary: {vocab_size}   ranks: {prediction.ranks}   {tokens}")
     console.print(footprint_table(prediction))
     console.print(moment_table(prediction))
     if prediction.node_checkpoint_bytes:

@@ -12,6 +12,7 @@ import yaml
 from trainer.config import rules
 from trainer.config.roles import drops_copy, trained_roles
 from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, Config, RestoreConfig
+from trainer.plan.activations import micro_batch_tokens
 from trainer.plan.footprint import Footprint, footprint
 from trainer.plan.holdings import EngineBytes
 from trainer.plan.role_bytes import ranks_that_share_tags
@@ -60,6 +61,7 @@ def _problems(config: Config, prediction: Footprint, host_bytes: int | None) -> 
     if of_gpu is not None and not prediction.host_is_device and device > of_gpu * GIB:
         problems.append(
             f"it needs {device / GIB:.2f} GiB of GPU memory per rank, more than launch.gpu_memory_gib={of_gpu:g}"
+            f"{_of_activations(config, prediction)}"
         )
     if prediction.node_disk_bytes:
         assert config.memory.disk.path is not None
@@ -70,6 +72,18 @@ def _problems(config: Config, prediction: Footprint, host_bytes: int | None) -> 
                 f"memory.disk.path={config.memory.disk.path}, which has {free / GIB:.2f} free"
             )
     return problems
+
+
+def _of_activations(config: Config, prediction: Footprint) -> str:
+    peak = max(prediction.moments, key=lambda moment: moment.device_bytes + moment.activation_bytes)
+    if not peak.activation_bytes:
+        return ""
+    setting = "micro_batch_size" if config.algo.micro_batch_tokens is None else "micro_batch_tokens"
+    more = "" if config.training.recompute == "full" else " or training.recompute=full"
+    return (
+        f" ({peak.name}: {peak.activation_bytes / GIB:.2f} are activations of {micro_batch_tokens(config)} tokens; "
+        f"less with a smaller algo.{setting}{more})"
+    )
 
 
 def _other_policies(config: Config) -> Iterator[tuple[str, Config]]:

@@ -1,8 +1,9 @@
 """How many bytes the plan comes to: device and host, awake and asleep, per rank and per node, with nothing built.
 
-Counted are parameters, gradients, optimizer state, weights tags and the rollout engine's weights, as tensors lie in
-their buffers. Not counted, because no config says: activations, the KV cache, CUDA context, kernels, communicators,
-the allocator's rounding to 2 MiB segments, and the one tensor at a time that a weight sync gathers from ranks. Pipeline
+Counted are parameters, gradients, optimizer state, weights tags and what the rollout engine holds, as tensors lie in
+their buffers; activations are estimated (:mod:`trainer.plan.activations`). Not counted, because no config says: CUDA
+context, kernels, communicators, the allocator's rounding to 2 MiB segments, and the one tensor at a time that a weight
+sync gathers from ranks. Pipeline
 stages differ (the first has the embedding, the last the head): a rank's numbers are those of the stage that needs most,
 a node's are the sums over its ranks, on the node that needs most.
 """
@@ -10,12 +11,12 @@ a node's are the sums over its ranks, on the node that needs most.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.config.roles import role_spec, trained_roles
 from trainer.config.schema import Config
-from trainer.plan import Plan, make_plan
+from trainer.plan import Plan, activations, make_plan
 from trainer.plan.holdings import ENGINE, EngineBytes, Holding, awake_for_forward, backed_up_tags, role_holdings
 from trainer.plan.keepers import OWN_KEEPERS
 from trainer.plan.role_bytes import RoleBytes, role_bytes
@@ -23,11 +24,12 @@ from trainer.plan.role_bytes import RoleBytes, role_bytes
 
 @dataclass(frozen=True)
 class Moment:
-    """A stretch of the run and the bytes per rank at its peak."""
+    """A stretch of the run and the bytes per rank at its peak; ``activation_bytes`` are beside ``device_bytes``."""
 
     name: str
     device_bytes: int
     host_bytes: int
+    activation_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,8 @@ class Footprint:
 
     @property
     def device_peak_bytes(self) -> int:
-        """Of one rank."""
-        return max(moment.device_bytes for moment in self.moments)
+        """Of one rank, with activations."""
+        return max(moment.device_bytes + moment.activation_bytes for moment in self.moments)
 
     @property
     def node_host_peak_bytes(self) -> int:
@@ -86,7 +88,13 @@ def footprint(config: Config, *, vocab_size: int, engine: EngineBytes, stage: in
         for number in stages
     ]
     holdings = [[*_holdings(config, plan, sizes), *engine.holdings] for sizes in roles]
-    moments = [tuple(_moments(config, plan, holdings[number], roles[number], engine=engine)) for number in stages]
+    moments = [
+        tuple(
+            replace(moment, activation_bytes=_activation_bytes(config, moment.name, vocab_size, number))
+            for moment in _moments(config, plan, holdings[number], roles[number], engine=engine)
+        )
+        for number in stages
+    ]
     if stage is None:
         stage = max(stages, key=lambda number: _peaks(moments[number]))
     nodes = {tuple(of_ranks): _summed(moments[number] for number in of_ranks) for of_ranks in _nodes(config)}
@@ -121,7 +129,10 @@ def _peaks(moments: tuple[Moment, ...]) -> tuple[int, int]:
 def _summed(moments: Iterable[tuple[Moment, ...]]) -> tuple[Moment, ...]:
     """Of several ranks, moment by moment."""
     return tuple(
-        Moment(same[0].name, sum(moment.device_bytes for moment in same), sum(moment.host_bytes for moment in same))
+        Moment(
+            same[0].name,
+            *(sum(getattr(m, field) for m in same) for field in ("device_bytes", "host_bytes", "activation_bytes")),
+        )
         for same in zip(*moments, strict=True)
     )
 
@@ -142,6 +153,17 @@ def _checkpoint_bytes(config: Config, ranks: list[dict[str, RoleBytes]]) -> int:
             state = 0 if is_distributed[role] else roles[role].stage_optim
             size += roles[role].stage_weights * (1 + len(role_spec(config, role).tags or ())) + state
     return size
+
+
+def _activation_bytes(config: Config, moment: str, vocab_size: int, stage: int) -> int:
+    """Of the passes of a moment that :func:`_moments` names after a role."""
+    sizes = {"tokens": activations.micro_batch_tokens(config), "vocab_size": vocab_size, "stage": stage}
+    match moment.split():
+        case ["train", role]:
+            return activations.training_bytes(config, role, **sizes)
+        case [role, "forward"]:
+            return activations.forward_bytes(config, role, **sizes)
+    return 0
 
 
 def _holdings(config: Config, plan: Plan, roles: dict[str, RoleBytes]) -> Iterator[Holding]:

@@ -61,6 +61,7 @@ class Role:
             parallel=config.parallel,
             seed=seed,
             value_head=self.spec.has_value_head,
+            recompute=config.training.recompute if self.spec.is_trained else "none",
         )
         trained = trained_role(config, name) if self.spec.is_trained else None
         self.chunks: list[Any] = [FrozenChunk(gpt) if trained is None else self._wrap(gpt, trained.ddp) for gpt in gpts]
@@ -349,6 +350,7 @@ class Role:
         then, so nothing in between may drop them or change the weights: whatever would is a RuntimeError."""
         self._refuse_in_training("training")
         self.require(TRAINING, tag=self.name)
+        drop_routing(self.chunks)  # of a step that failed half-way
         self._set_param_hooks(enabled=True)
         self._trains = True
         try:

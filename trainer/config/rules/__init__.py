@@ -48,6 +48,7 @@ RULES = (
     model.check_kernels,
     model.check_attention_backend,
     batch.check_equal_minibatches,
+    batch.check_automatic_tokens,
     batch.check_a_sequence_fits,
     batch.check_tokens_in_pipeline,
     batch.check_lengths,

@@ -6,7 +6,7 @@ import math
 
 from trainer.common.multiples import divisors, round_up
 from trainer.config.rules.limits import model_key
-from trainer.config.schema import Config
+from trainer.config.schema import AUTO, Config
 
 
 def check_batch_sizes(config: Config) -> None:
@@ -65,8 +65,16 @@ def check_equal_minibatches(config: Config) -> None:
         )
 
 
+def check_automatic_tokens(config: Config) -> None:
+    if config.algo.micro_batch_tokens == AUTO and config.launch.gpu_memory_gib is None:
+        raise ValueError(
+            f"algo.micro_batch_tokens={AUTO} with launch.gpu_memory_gib=null: say how much memory each GPU has, "
+            "launch.gpu_memory_gib=80 for example, or give a number of tokens"
+        )
+
+
 def check_a_sequence_fits(config: Config) -> None:
-    if config.algo.micro_batch_tokens is None:
+    if config.algo.micro_batch_tokens in (None, AUTO):
         return
     length = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     if config.algo.micro_batch_tokens < length:
