@@ -149,7 +149,7 @@ def warm_up(run: Run, outputs: Outputs) -> None:
         for number in range(1, settings.warmup_steps + 1):
             optimizer.set_learning_rate(actor.optimizer, settings.warmup_lr)
             batch = run.prompts.supervised_batch(number)
-            split = Split.of_training(settings)
+            split = Split.of_training(run.config)
             sums = step.train_minibatch(actor, batch, loss, split=split)
             require_finite_loss([sums], actor, batch, loss, split=split, when=f"warm_up, its step {number}")
             if outputs.progress:
@@ -191,7 +191,7 @@ def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: fl
 def collect(run: Run, number: int, *, kl_coef: float) -> Experience:
     """Responses to the prompts of step ``number``, judged by all models and credited."""
     config, phases, actor, critic = run.config, run.phases, run.actor, run.critic
-    split = Split.of_scoring(config.algo)
+    split = Split.of_scoring(config)
 
     if run.engine.has_own_weights:
         with phases.phase("sync", step=number):
@@ -239,7 +239,7 @@ def _log_probs(run: Run, drawn: RolloutBatch, number: int) -> dict[str, tuple[Te
                     actor.switch_to(tag)
                 else:
                     awake.enter_context(actor.awake(kinds=FORWARD, tag=tag))
-                found[phase] = step.log_probs(actor, drawn, split=Split.of_scoring(config.algo), **sampling)
+                found[phase] = step.log_probs(actor, drawn, split=Split.of_scoring(config), **sampling)
                 if len(found) == len(wanted):
                     awake.close()
     return found
@@ -285,7 +285,7 @@ def _train(
     run: Run, role: Role, experience: Experience, loss: step.Loss[Experience], number: int, schedule: Any
 ) -> list[dict[str, float]]:
     """All optimizer steps of one PPO step; the reported sums of each, first to last."""
-    split, results = Split.of_training(run.config.algo), []
+    split, results = Split.of_training(run.config), []
     for epoch in range(run.config.algo.epochs):
         for rows in run.prompts.minibatch_rows(len(experience), step=number, epoch=epoch):
             minibatch = experience.select(rows)

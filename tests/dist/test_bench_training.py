@@ -65,6 +65,7 @@ def test_bars_are_those_of_what_is_resident_beside_its_peers():
         (["plain_liger", "lean"], 2, [], "the first not plain or plain_liger"),
         (["lean", "fast"], 2, [], "must be some of lean, resident, plain"),
         (["lean"], 1, [], "bench.steps=1: must be at least 2"),
+        (["lean"], 2, ["algo.micro_batch_tokens=auto", "launch.gpu_memory_gib=9"], "give a number of tokens"),
         (["lean"], 2, ["launch.nproc=2"], "launch.nproc=2: the plain loop has one worker"),
         (["lean"], 2, ["roles.critic.model.layers=1"], "leave roles.critic.model as the actor's"),
         (["lean"], 2, ["optimizer.lr_schedule=linear"], "use roles.actor.optimizer.lr_schedule=constant"),
@@ -81,14 +82,14 @@ def test_both_loops_do_the_same_work(tmp_path):
     command = [sys.executable, "-m", "trainer.bench.training", *SMALL, f"task.path={questions}"]
     command += [
         "bench.steps=2",
-        "bench.cases=[lean,plain]",
+        "bench.cases=[lean,packed,plain]",
         "rollout=hf",
         f"hydra.run.dir={tmp_path / 'run'}",
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "run" / "training.json").read_text())
-    lean, plain = (results[name]["steps"][0] for name in ("lean", "plain"))
+    lean, packed, plain = (results[name]["steps"][0] for name in ("lean", "packed", "plain"))
     assert lean["reward_std"] > 0
     assert lean["actor/grad_norm"] > 0
     assert lean["critic/loss"] > 0
@@ -98,6 +99,7 @@ def test_both_loops_do_the_same_work(tmp_path):
     assert shared == {key for key in plain if not key.startswith(varying)}
     for key in shared:  # Adam's first steps are the signs of gradients, however small: rounding shows
         assert plain[key] == pytest.approx(lean[key], rel=2e-2, abs=1e-5), key
+        assert packed[key] == pytest.approx(lean[key], rel=2e-2, abs=1e-5), key
     for key in ("reward", "entropy", "response_tokens", "advantage_std", "return_mean"):
         assert plain[key] == pytest.approx(lean[key], rel=1e-5), key
     assert plain["tokens_per_second/train_actor"] > 0

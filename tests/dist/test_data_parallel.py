@@ -25,7 +25,7 @@ def test_lengths_of_1_to_200_give_the_same_gradients_however_they_are_split(resu
     expected_sums, expected = results[1]["gradients_of_uneven_lengths"][name, mode, 4]
     assert expected_sums["loss_count"] == {"token_mean": 254}.get(mode, 4)
     for ranks in (1, 2):
-        for split in (*(1, 2, 4)[: 4 // ranks], "by_length"):
+        for split in (*(1, 2, 4)[: 4 // ranks], "by_length", "packed"):
             sums, actual = results[ranks]["gradients_of_uneven_lengths"][name, mode, split]
             assert sums == pytest.approx(expected_sums, rel=1e-4, abs=1e-5)
             for left, right in zip(actual, expected, strict=True):

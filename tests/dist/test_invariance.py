@@ -42,11 +42,11 @@ def test_policies_compute_the_same_without_a_critic(tmp_path):
         (
             "roles.actor.ddp.overlap_grad_reduce=true",
             "roles.actor.ddp.overlap_param_gather=true",
-            "training.recompute=full",
+            *("training.recompute=full", "training.packing=true", "algo.micro_batch_tokens=64"),
         ),
         ("model.dtype=fp32", "model.tie_embeddings=true", "model.qk_norm=true", "training.recompute=selective"),
     ],
-    ids=["plain-optimizer", "overlap-recompute", "fp32-tied-selective"],
+    ids=["plain-optimizer", "overlap-recompute-packed", "fp32-tied-selective"],
 )
 def test_other_optimizers_and_models_are_invariant_too(extra, tmp_path):
     cases = {name: CASES[name] for name in ("none", "full", "lean", "rebuild")}

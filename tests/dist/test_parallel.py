@@ -120,7 +120,7 @@ def test_outputs_losses_and_weights_are_those_of_one_rank(found, layout, role):
     rows = len(actual["outputs"][0])  # this rank's share of the batch under data parallelism
     for ours, theirs in zip(actual["outputs"], expected["outputs"], strict=True):
         torch.testing.assert_close(ours, theirs[:rows], rtol=1e-5, atol=1e-5)
-    assert len(expected["steps"]) == 3
+    assert len(expected["steps"]) == 4
     for ours, theirs in zip(actual["steps"], expected["steps"], strict=True):
         assert theirs["grad_norm"] > 0.01  # so that clipping counts
         assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-5)

@@ -68,7 +68,7 @@ def full_gradients(role: Role) -> list[Tensor]:
 def gradients_of_uneven_lengths() -> dict[tuple[str, str, int | str], Any]:
     """(role, aggregation, micro-batch size or "by_length") -> (sums, gradients): lengths 1, 3, 50, 200.
 
-    With two ranks the first needs one micro-batch by length, the second two.
+    With two ranks the first needs one micro-batch by length or packed, the second two.
     """
     results = {}
     for name in ("actor", "critic"):
@@ -82,6 +82,8 @@ def gradients_of_uneven_lengths() -> dict[tuple[str, str, int | str], Any]:
                 results[name, mode, micro_batch_size] = (sums, full_gradients(role))
             sums = step.train_minibatch(role, batch, loss, split=Split(1, 256))
             results[name, mode, "by_length"] = (sums, full_gradients(role))
+            sums = step.train_minibatch(role, batch, loss, split=Split(1, 208, break_even=50.0))
+            results[name, mode, "packed"] = (sums, full_gradients(role))
     return results
 
 

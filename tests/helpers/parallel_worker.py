@@ -103,15 +103,17 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _work(role: Role) -> dict[str, Any]:
-    """Outputs before training, the sums of three optimizer steps, and the whole weights after them."""
+    """Outputs before training, the sums of four optimizer steps, and the whole weights after them."""
     batch = my_share(make_batch([5, 3, 1, 4]))
     if role.name == "actor":
         outputs = step.log_probs(role, batch, temperature=0.7, vocab_size=VOCAB_SIZE, split=Split(1))
     else:
         outputs = (step.values(role, batch, split=Split(1)),)
     loss = loss_of(role, "algo.entropy_coef=0.1")
-    by_length = None if pipeline_group().size() > 1 else 16  # tokens; two of the sequences share a micro-batch
-    steps = [step.train_minibatch(role, batch, loss, split=Split(1, tokens)) for tokens in (None, None, by_length)]
+    splits = [Split(1)] * 4
+    if pipeline_group().size() == 1:  # two of the sequences share a micro-batch, padded and packed
+        splits[2:] = Split(1, 16), Split(1, 16, break_even=50.0)
+    steps = [step.train_minibatch(role, batch, loss, split=split) for split in splits]
     weights = {name: tensor.detach().clone() for name, tensor in whole_tensors(role.chunks)}
     return {"outputs": outputs, "steps": steps, "weights": weights}
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers.composing import SMALL, config_of
 from tests.helpers.roles import make_batch
-from trainer.training.micro_batches import Split, group_by_length, in_order, micro_batches, split_to_count
+from trainer.training.micro_batches import Split, group_by_length, in_order, micro_batches, pack, split_to_count
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -22,9 +22,42 @@ def test_groups_are_filled_from_the_longest_down():
 
 
 def test_more_groups_come_from_halving_the_largest():
-    lengths = [3, 9, 203, 53, 1]
-    assert split_to_count([[2], [3, 1], [0, 4]], count=4, lengths=lengths) == [[2], [3], [1], [0, 4]]
-    assert split_to_count([[2], [3, 1], [0, 4]], count=5, lengths=lengths) == [[2], [3], [1], [0], [4]]
+    size = {(2,): 208, (3, 1): 112, (0, 4): 16, (3,): 56, (1,): 16, (0,): 8, (4,): 8}
+    groups = [[2], [3, 1], [0, 4]]
+    assert split_to_count(groups, count=4, size=lambda group: size[tuple(group)]) == [[2], [3], [1], [0, 4]]
+    assert split_to_count(groups, count=5, size=lambda group: size[tuple(group)]) == [[2], [3], [1], [0], [4]]
+
+
+NEVER = float("inf")  # the length at which attention costs as much as all else
+
+
+@pytest.mark.parametrize(
+    ("lengths", "budget", "break_even", "groups"),
+    [
+        ([3, 9, 20, 5, 1], 40, NEVER, [[0, 1, 2, 3, 4]]),  # 38 tokens
+        ([3, 9, 20, 5, 1], 20, NEVER, [[2], [0, 1, 3, 4]]),
+        ([30, 9, 20, 5, 1], 20, NEVER, [[0], [2], [1], [3, 4]]),  # the first is longer than the budget
+        # 16 tokens cost 32 with their attention, 4 cost 5: four short ones weigh less than one long one.
+        ([16, 4, 4, 4, 4], 32, NEVER, [[0, 1, 2, 3, 4]]),
+        ([16, 16, 4, 4, 4, 4], 32, NEVER, [[0, 2, 4], [1, 3, 5]]),
+        ([16, 8, 8, 4, 4], 20, 16.0, [[0, 4], [1, 2, 3]]),
+        ([0, 0], 20, 16.0, [[0, 1]]),
+    ],
+)
+def test_packed_groups_cost_alike_and_keep_to_the_budget(lengths, budget, break_even, groups):
+    assert pack(lengths, token_budget=budget, break_even=break_even) == groups
+
+
+def test_a_hundred_ragged_sequences_are_packed_tightly_and_evenly():
+    lengths = (torch.rand(100, generator=torch.Generator().manual_seed(1)).log() * -250).int().add(1).tolist()
+    groups = pack(lengths, token_budget=2048, break_even=500.0)
+    assert sorted(row for group in groups for row in group) == list(range(100))
+    tokens = [sum(lengths[row] for row in group) for group in groups]
+    costs = [sum(lengths[row] + lengths[row] ** 2 / 500 for row in group) for group in groups]
+    assert max(tokens) <= 2048
+    assert len(groups) <= 1.2 * sum(lengths) / 2048 + 1
+    assert max(costs) < 1.15 * min(costs)
+    assert tokens == sorted(tokens, reverse=True)
 
 
 def test_a_batch_is_cut_and_comes_back_in_order():

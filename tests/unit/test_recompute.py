@@ -141,11 +141,12 @@ def test_what_does_not_fit_says_what_would_help():
         ValueError, match=r"one sequence of .* = 1024 tokens needs .*Use shorter sequences, training.rec"
     ):
         resolved("launch.gpu_memory_gib=22")
+    config = config_of(*BENCH, "launch.gpu_memory_gib=80")
+    engine = planned_bytes(config, vocab_size=VOCABULARY)
     with pytest.raises(
         ValueError, match=r"are activations of 131072 tokens; less with a smaller algo.micro_batch_size or"
     ):
-        config = config_of(*BENCH, "launch.gpu_memory_gib=80")
-        check_fits(config, vocab_size=VOCABULARY, engine=planned_bytes(config, vocab_size=VOCABULARY))
+        check_fits(config, vocab_size=VOCABULARY, engine=engine)
 
 
 @pytest.mark.parametrize(

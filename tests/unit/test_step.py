@@ -227,8 +227,13 @@ PLAIN = ("advantages.gamma=1", "advantages.lam=1", "algo.whiten_advantages=false
 
 @pytest.mark.parametrize(
     "extra",
-    [(), ("model.dtype=fp32", "algo.epochs=2"), ("algo.micro_batch_tokens=64",)],
-    ids=["bf16", "fp32", "by-length"],
+    [
+        (),
+        ("model.dtype=fp32", "algo.epochs=2"),
+        ("algo.micro_batch_tokens=64",),
+        ("algo.micro_batch_tokens=64", "training.packing=true"),
+    ],
+    ids=["bf16", "fp32", "by-length", "packed"],
 )
 def test_the_first_step_starts_at_the_sampling_policy_and_at_the_reference(extra):
     records = run_one(small_config(*extra))["metrics"]

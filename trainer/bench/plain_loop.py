@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,8 @@ class PlainLoop:
     def ppo_step(self, number: int) -> dict[str, Any]:
         """One PPO step; metrics as those of :func:`trainer.loop.ppo_step`, as far as both sides have them."""
         config, settings, phase = self._config, self._config.algo, self._phases.phase
-        split, scoring = Split.of_training(settings), Split.of_scoring(settings)
+        splits = Split.of_training(config), Split.of_scoring(config)
+        split, scoring = (replace(how, break_even=None) for how in splits)  # these models take a sequence a row
 
         with phase("rollout", step=number):
             examples = self._prompts.for_step(number)

@@ -26,7 +26,7 @@ from trainer.common.units import format_count
 from trainer.config import compose as configuration
 from trainer.config.identity import config_hash
 from trainer.config.roles import trained_roles
-from trainer.config.schema import ComposedConfig, Config, Section
+from trainer.config.schema import AUTO, ComposedConfig, Config, Section
 from trainer.report.tables import UNKNOWN, Table, text
 
 RESULT_FILE, TABLE_FILE, WEIGHTS_FOLDER = "training.json", "training.md", "initial_weights"
@@ -36,6 +36,12 @@ CASES = {  # name -> (what it is, overrides, worker)
     "resident": ("Torpor, nothing sleeps (offload=none)", ("offload=none",), run_torpor),
     "plain": ("a plain loop of transformers and PyTorch, nothing sleeps", ("offload=none",), run_plain),
     "plain_liger": ("the same loop, Liger's kernels in its models", ("offload=none",), run_plain_liger),
+    "padded": (
+        "Torpor, all sequences as long as the longest",
+        ("offload=none", "algo.micro_batch_tokens=null"),
+        run_torpor,
+    ),
+    "packed": ("Torpor, sequences back to back", ("offload=none", "training.packing=true"), run_torpor),
 }
 _BAR_PHASES = ("ref_log_probs", "log_probs", "values", "train_critic", "train_actor")
 _BARS = {"plain": 0.8, "plain_liger": 1.05}  # peer -> at most so many times its seconds
@@ -78,6 +84,10 @@ def check(bench: BenchTrainingConfig, config: Config) -> None:
         )
     if bench.steps < 2:
         raise ValueError(f"bench.steps={bench.steps}: must be at least 2, since the first is left out of the times")
+    if config.algo.micro_batch_tokens == AUTO:
+        raise ValueError(
+            f"algo.micro_batch_tokens={AUTO}: all cases have the same micro-batches; give a number of tokens"
+        )
     if config.launch.nproc != 1:
         raise ValueError(f"launch.nproc={config.launch.nproc}: the plain loop has one worker; use launch.nproc=1")
     if "critic" not in config.roles:

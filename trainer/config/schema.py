@@ -86,9 +86,11 @@ class ParallelConfig(Section):
 @dataclass
 class TrainingConfig(Section):
     """How forward and backward passes run. ``recompute``: what the backward pass computes again instead of keeping it,
-    ``none``, the MLP or experts of every layer (``selective``), or whole layers (``full``)."""
+    ``none``, the MLP or experts of every layer (``selective``), or whole layers (``full``). ``packing``: micro-batches
+    hold whole sequences back to back, without padding."""
 
     recompute: Annotated[str, Words("none", "selective", "full")]
+    packing: bool
 
 
 @dataclass

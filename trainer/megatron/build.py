@@ -247,8 +247,8 @@ class FrozenChunk(torch.nn.Module):
         self.module = gpt.requires_grad_(False)
         self.buffers = self.expert_parallel_buffers = ()  # type: ignore[assignment]  (as DDP, which hides the method)
 
-    def forward(self, *arguments: Any) -> Any:
-        return self.module(*arguments)
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return self.module(*arguments, **options)
 
 
 def move_rest(chunks: list[Any], region: AbstractContextManager[None]) -> None:

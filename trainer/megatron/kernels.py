@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
 from trainer.megatron.layers import RmsNorm
+from trainer.megatron.packing import PackedSequences
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def layer_parts(kernels: str) -> LayerParts:
         from megatron.core.extensions.transformer_engine import TEActivationOp, TENorm
 
         return LayerParts(TENorm, SelfAttention, TEActivationOp, {**_OWN_ACTIVATION, "apply_rope_fusion": True})
-    return LayerParts(RmsNorm, SelfAttention, None, {})
+    return LayerParts(RmsNorm, PackableSelfAttention, None, {})
 
 
 _OWN_ACTIVATION = {"use_te_activation_func": True}  # Megatron's name for: call activation_func on gate and up at once
@@ -74,21 +76,61 @@ def _liger_swiglu(gate_up: Tensor) -> Tensor:
     return LigerFusedGateUpSiLUMulFunction.apply(gate_up.flatten(0, -2), True).unflatten(0, gate_up.shape[:-1])
 
 
+class PackableSelfAttention(SelfAttention):
+    """Megatron's self-attention, in which the rotary positions of packed sequences are one look-up and not one call for
+    every sequence."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, *arguments: Any, packed_seq_params: PackedSequences | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [s, b, hidden_size] (under sequence parallelism this rank's part of s) -> (the same shape, no
+        bias)."""
+        if packed_seq_params is None:
+            return super().forward(hidden_states, *arguments, **options)
+        frequencies = _first(options["rotary_pos_emb"])[packed_seq_params.positions]
+        query, key, value = self.get_query_key_value_tensors(hidden_states)  # type: ignore[misc]
+        query, key = (apply_rotary_pos_emb(heads, frequencies, config=self.config) for heads in (query, key))
+        return _attended(self, query, key, value, packed_seq_params)
+
+
+def _first(rotary_pos_emb: Any) -> Tensor:
+    """The angles of queries, which are those of keys."""
+    return rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
+
+
+def _attended(
+    layer: SelfAttention, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences | None
+) -> tuple[Tensor, Tensor | None]:
+    """What a self-attention ends with, of turned queries and keys."""
+    options: dict[str, Any] = {"attn_mask_type": layer.attn_mask_type}
+    if packed is None:
+        return layer.linear_proj(layer.core_attention(query, key, value, None, **options))  # type: ignore[operator]
+    query, key, value = (states.squeeze(1) for states in (query, key, value))
+    attended = layer.core_attention(query, key, value, None, packed_seq_params=packed, **options)  # type: ignore
+    return layer.linear_proj(attended.reshape(len(attended), 1, -1))  # type: ignore[operator]
+
+
 class FusedSelfAttention(SelfAttention):
     """Megatron's self-attention for training, in which one kernel makes contiguous query, key and value with rotary
     positions out of their joint projection."""
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, *_: Any, rotary_pos_emb: Any, packed_seq_params: Any = None, **__: Any
+        self,
+        hidden_states: Tensor,
+        *_: Any,
+        rotary_pos_emb: Any,
+        packed_seq_params: PackedSequences | None = None,
+        **__: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [s, b, hidden_size] (under sequence parallelism this rank's part of s) -> (the same shape, no
         bias)."""
         from trainer.megatron.rotary_triton import split_and_turn, turn
 
-        frequencies = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
+        frequencies = _first(rotary_pos_emb)
+        positions = None if packed_seq_params is None else packed_seq_params.positions
         if self.config.qk_layernorm:
             query, key, value = self.get_query_key_value_tensors(hidden_states)  # type: ignore[misc]
-            query, key = turn(query, frequencies), turn(key, frequencies)  # type: ignore[arg-type]
+            query, key = (turn(heads, frequencies, positions=positions) for heads in (query, key))
         else:
             joint, _ = self.linear_qkv(hidden_states)  # type: ignore[operator]
             query, key, value = split_and_turn(
@@ -96,6 +138,6 @@ class FusedSelfAttention(SelfAttention):
                 frequencies,
                 groups=self.num_query_groups_per_partition,
                 width=self.hidden_size_per_attention_head,
+                positions=positions,
             )
-        attended = self.core_attention(query, key, value, None, attn_mask_type=self.attn_mask_type)  # type: ignore
-        return self.linear_proj(attended)
+        return _attended(self, query, key, value, packed_seq_params)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trainer.megatron.packing import PackedSequences, packed_attention
+
 
 class RmsNorm(nn.Module):
     """Root-mean-square norm (arXiv:1910.07467) over the last dimension, statistics in fp32.
@@ -37,14 +39,25 @@ class RmsNorm(nn.Module):
 class CausalAttention(nn.Module):
     """Causal grouped-query attention without dropout; Megatron's core-attention interface.
 
-    Batches are padded on the right, so causality alone keeps real tokens from seeing padding.
+    Batches are padded on the right, so causality alone keeps real tokens from seeing padding; packed sequences are kept
+    apart.
     """
 
     def __init__(self, config: Any, **_: Any) -> None:
         super().__init__()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """query [s, b, heads, d], key and value [s, b, kv_heads, d] -> [s, b, heads * d]."""
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        packed_seq_params: PackedSequences | None = None,
+        **__: Any,
+    ) -> Tensor:
+        """query [s, b, heads, d], key and value [s, b, kv_heads, d] -> [s, b, heads * d]; packed without b."""
+        if packed_seq_params is not None:
+            return packed_attention(query, key, value, packed_seq_params)
         query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return attended.permute(2, 0, 1, 3).flatten(2)

@@ -88,11 +88,13 @@ def drop_routing(chunks: Iterable[Any]) -> None:
 @dataclass(frozen=True)
 class _Sequences:
     """Of the micro-batch in work: is_real [s / tp, b] bool (no padding), this rank's part; weights [b]; aux_losses one
-    scalar for each layer of a chunk."""
+    scalar for each layer of a chunk. Packed sequences: is_real [s / tp, 1], weights [n], members [n, s / tp] fp32, one
+    where a token is of a sequence."""
 
     is_real: Tensor
     weights: Tensor
     aux_losses: list[Tensor]
+    members: Tensor | None = None
 
 
 _in_work: ContextVar[_Sequences | None] = ContextVar("_in_work", default=None)
@@ -136,7 +138,9 @@ class Router(nn.Module):
             self._recomputed.append(sequences)
         if sequences is not None:
             group = tensor_parallel_group()
-            losses = load_balancing_loss(probabilities, is_chosen, is_real=sequences.is_real, group=group)
+            losses = load_balancing_loss(
+                probabilities, is_chosen, is_real=sequences.is_real, members=sequences.members, group=group
+            )
             aux_loss = (losses * sequences.weights).sum()
             if not is_again:
                 sequences.aux_losses.append(aux_loss.detach())
@@ -146,9 +150,14 @@ class Router(nn.Module):
 
 
 def load_balancing_loss(
-    probabilities: Tensor, is_chosen: Tensor, *, is_real: Tensor, group: distributed.ProcessGroup
+    probabilities: Tensor,
+    is_chosen: Tensor,
+    *,
+    is_real: Tensor,
+    group: distributed.ProcessGroup,
+    members: Tensor | None = None,
 ) -> Tensor:
-    """The load-balancing loss of each sequence by itself, [b]; 1 if all experts get the same.
+    """The load-balancing loss of each sequence by itself, [b], or [n] of packed ones; 1 if all experts get the same.
 
     ``experts * sum over experts of (fraction of the choices that fell on it) * (its mean probability)``: Switch
     Transformer's equation 4 (arXiv:2101.03961), taken over one sequence as in DeepSeek-V3's equation 17
@@ -160,9 +169,13 @@ def load_balancing_loss(
         is_real: [s / ranks, b] bool, False for padding, which does not count.
         group: ranks that have a part of each sequence. All get the whole sequence's loss, and the gradients of their
             own probabilities.
+        members: [n, s / ranks] fp32, of n sequences packed in one row (b = 1): one where a token is of a sequence.
     """
     experts, real = probabilities.shape[-1], is_real[..., None].float()
-    own = torch.cat([(is_chosen * real).sum(0), (probabilities * real).sum(0), real.sum(0)], dim=-1)
+    if members is None:
+        own = torch.cat([(is_chosen * real).sum(0), (probabilities * real).sum(0), real.sum(0)], dim=-1)
+    else:
+        own = members @ torch.cat([is_chosen.float(), probabilities, real], dim=-1).squeeze(1)
     chosen, mass, tokens = reduce_from_tensor_model_parallel_region(own, group=group).split([experts, experts, 1], -1)
     return experts * divide_or_zero((chosen * mass).sum(-1), chosen.sum(-1) * tokens.squeeze(-1))
 
@@ -182,18 +195,16 @@ class LoadBalance:
         self._total: Tensor | None = None
 
     @contextmanager
-    def watch(self, response_mask: Tensor, *, weights: Tensor) -> Iterator[None]:
+    def watch(self, response_mask: Tensor, *, weights: Tensor, sequence_of: Tensor | None = None) -> Iterator[None]:
         """A forward pass of one chunk over a micro-batch happens inside.
 
         Args:
             response_mask: [b, s-1], as in :mod:`trainer.training.step`; what comes after the last response token of a
                 sequence is padding.
             weights: [b], what a loss of one per response token comes to, by sequence.
+            sequence_of: [t], of the tokens of packed sequences their sequences' numbers, b for padding.
         """
-        until_last = response_mask.flip(1).cummax(1).values.flip(1)
-        is_real, group = torch.cat([until_last[:, :1], until_last], dim=1).T, tensor_parallel_group()
-        columns = functional.pad(is_real, (0, 0, 0, -len(is_real) % group.size())).chunk(group.size())
-        sequences = _Sequences(columns[group.rank()], weights, [])
+        sequences = _padded(response_mask, weights) if sequence_of is None else _packed(sequence_of, weights)
         token = _in_work.set(sequences)
         try:
             yield
@@ -212,6 +223,20 @@ class LoadBalance:
         if pipeline_group().size() > 1:
             distributed.all_reduce(total, group=pipeline_group())
         return {"aux_loss_sum": total}
+
+
+def _padded(response_mask: Tensor, weights: Tensor) -> _Sequences:
+    until_last = response_mask.flip(1).cummax(1).values.flip(1)
+    is_real, group = torch.cat([until_last[:, :1], until_last], dim=1).T, tensor_parallel_group()
+    columns = functional.pad(is_real, (0, 0, 0, -len(is_real) % group.size())).chunk(group.size())
+    return _Sequences(columns[group.rank()], weights, [])
+
+
+def _packed(sequence_of: Tensor, weights: Tensor) -> _Sequences:
+    group = tensor_parallel_group()
+    own = sequence_of.chunk(group.size())[group.rank()]
+    members = own == torch.arange(len(weights), device=own.device)[:, None]
+    return _Sequences((own < len(weights))[:, None], weights, [], members.float())
 
 
 # ---- names, and experts on other ranks ------------------------------------------------------------------------------

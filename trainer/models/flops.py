@@ -67,6 +67,11 @@ def forward_flops(
     return 2 * (matmul_parameters(model) * tokens + head) + attention
 
 
+def break_even_length(model: ModelConfig) -> float:
+    """Tokens of a sequence whose attention over each other costs as much as the weights that they meet."""
+    return matmul_parameters(model) / (model.layers * model.heads * model.head_dim)
+
+
 def peak_flops_per_second(platform: PlatformConfig, *, device_name: str | None) -> float | None:
     """Dense bf16 peak of one device: ``platform.peak_tflops``, else by its name; None where it is not known, as for
     CPUs (``device_name`` None)."""

@@ -1,24 +1,25 @@
-"""How a rank's sequences are split into micro-batches: so many at a time, or by length, under a token budget.
+"""How a rank's sequences are split into micro-batches: so many at a time, or under a token budget, by length or packed.
 
 By length, sequences that are about equally long share a micro-batch, whose columns end with its longest sequence: short
-ones are computed with little padding, and many of them at once. Neither way changes a mean, since losses are sums that
-are divided by a global count. Every data-parallel rank runs the same number of micro-batches, as Megatron's schedules
-and its overlapped communication expect.
-
-Simplified: padding within a micro-batch stays; sequences are not packed into one row.
+ones are computed with little padding, and many of them at once. Packed, sequences lie back to back without any, and
+micro-batches cost about the same, with their attention, which grows with the square of a length. No way changes a
+mean, since losses are sums that are divided by a global count. Every data-parallel rank runs the same number of
+micro-batches, as Megatron's schedules and its overlapped communication expect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from trainer.config.schema import AlgoConfig
+from trainer.config.schema import Config
 from trainer.data.batch import Sequences, SequencesT
 from trainer.megatron.groups import max_over_ranks
+from trainer.models.flops import break_even_length
 
 _LENGTH_MULTIPLE = 8
 
@@ -31,6 +32,8 @@ class Split:
         micro_batch_size: sequences of a micro-batch, where there is no ``micro_batch_tokens``.
         micro_batch_tokens: instead, sequences of like length, at most so many tokens of them with padding; a single
             longer sequence is a micro-batch of its own. Longest first, so that memory peaks at once.
+        break_even: sequences, of any lengths, are packed; attention over a sequence of so many tokens costs as much as
+            all else about it. None: they are padded.
         minibatches: group the rows of each of so many equal chunks apart. A forward pass over a whole batch then has
             the very micro-batches that training on its minibatches will have, and computes the same bits.
     """
@@ -38,16 +41,22 @@ class Split:
     micro_batch_size: int
     micro_batch_tokens: int | None = None
     minibatches: int = 1
+    break_even: float | None = None
 
     @classmethod
-    def of_training(cls, settings: AlgoConfig) -> Split:
-        """How training splits a minibatch."""
-        return cls(settings.micro_batch_size, settings.micro_batch_tokens)
+    def of_training(cls, config: Config) -> Split:
+        """How training splits a minibatch, whichever role's, as befits the actor."""
+        break_even = break_even_length(config.roles["actor"].model) if config.training.packing else None
+        return cls(config.algo.micro_batch_size, config.algo.micro_batch_tokens, break_even=break_even)
 
     @classmethod
-    def of_scoring(cls, settings: AlgoConfig) -> Split:
+    def of_scoring(cls, config: Config) -> Split:
         """How a forward pass splits the whole batch of a step."""
-        return cls(settings.micro_batch_size, settings.micro_batch_tokens, settings.minibatches)
+        return replace(cls.of_training(config), minibatches=config.algo.minibatches)
+
+    @property
+    def packs(self) -> bool:
+        return self.break_even is not None
 
 
 @dataclass(frozen=True)
@@ -72,11 +81,48 @@ def micro_batches(batch: Sequences, split: Split) -> list[MicroBatch]:
     found = []
     for chunk in torch.arange(n).chunk(split.minibatches):
         start, own = int(chunk[0]), lengths[int(chunk[0]) : int(chunk[-1]) + 1]
-        groups = group_by_length(own, token_budget=split.micro_batch_tokens)
-        for group in split_to_count(groups, count=max_over_ranks(len(groups)), lengths=own):
+        for group in _groups(own, split, token_budget=split.micro_batch_tokens):
             rows = torch.tensor(group, device=batch.tokens.device) + start
-            found.append(MicroBatch(rows, min(_padded(own[group[0]]), columns)))
+            found.append(MicroBatch(rows, min(_padded(max(own[row] for row in group)), columns)))
     return found
+
+
+def _groups(lengths: Sequence[int], split: Split, *, token_budget: int) -> list[list[int]]:
+    if split.break_even is None:
+        groups = group_by_length(lengths, token_budget=token_budget)
+        return split_to_count(groups, count=max_over_ranks(len(groups)), size=partial(_padded_tokens, lengths))
+    groups = pack(lengths, token_budget=token_budget, break_even=split.break_even)
+    count = max_over_ranks(len(groups))
+    balanced = _balanced(lengths, count, token_budget=token_budget, break_even=split.break_even)
+    return balanced or split_to_count(groups, count=count, size=lambda group: sum(lengths[row] for row in group))
+
+
+def pack(lengths: Sequence[int], *, token_budget: int, break_even: float) -> list[list[int]]:
+    """Row numbers in few groups of about the same cost, at most ``token_budget`` tokens each (or one longer sequence),
+    the group with most tokens first."""
+    count = min(len(lengths), max(1, -(-sum(lengths) // token_budget)))
+    while True:
+        groups = _balanced(lengths, count, token_budget=token_budget, break_even=break_even)
+        if groups is not None:
+            return groups
+        count += 1
+
+
+def _balanced(lengths: Sequence[int], count: int, *, token_budget: int, break_even: float) -> list[list[int]] | None:
+    """``count`` groups, the most costly sequences first and each to the cheapest group that has room (Graham's rule for
+    equal machines, 1969); None if one finds no room."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    tokens, costs = [0] * count, [0.0] * count
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        length = lengths[row]
+        with_room = [n for n in range(count) if not groups[n] or tokens[n] + length <= token_budget]
+        if not with_room:
+            return None
+        chosen = min(with_room, key=lambda n: (costs[n], len(groups[n])))
+        groups[chosen].append(row)
+        tokens[chosen] += length
+        costs[chosen] += length + length**2 / break_even
+    return sorted(map(sorted, groups), key=lambda group: -sum(lengths[row] for row in group))
 
 
 def group_by_length(lengths: Sequence[int], *, token_budget: int) -> list[list[int]]:
@@ -90,12 +136,12 @@ def group_by_length(lengths: Sequence[int], *, token_budget: int) -> list[list[i
     return groups
 
 
-def split_to_count(groups: Sequence[list[int]], *, count: int, lengths: Sequence[int]) -> list[list[int]]:
-    """``count`` groups: the one with most tokens (padding counted) is halved until there are so many."""
-    assert len(groups) <= count <= len(lengths), (len(groups), count, len(lengths))
+def split_to_count(groups: Sequence[list[int]], *, count: int, size: Callable[[list[int]], int]) -> list[list[int]]:
+    """``count`` groups: the largest (of several rows) is halved until there are so many."""
+    assert len(groups) <= count <= sum(map(len, groups)), (groups, count)
     groups = list(groups)
     while len(groups) < count:
-        sizes = [len(group) * _padded(lengths[group[0]]) if len(group) > 1 else 0 for group in groups]
+        sizes = [size(group) if len(group) > 1 else -1 for group in groups]
         largest = sizes.index(max(sizes))
         group = groups[largest]
         middle = (len(group) + 1) // 2
@@ -115,6 +161,11 @@ def in_order(results: Sequence[Tensor], parts: Sequence[MicroBatch], *, batch: S
     for result, part in zip(results, parts, strict=True):
         whole[part.rows, : result.shape[1]] = result
     return whole
+
+
+def _padded_tokens(lengths: Sequence[int], group: list[int]) -> int:
+    """Of a group, longest first, padding counted."""
+    return len(group) * _padded(lengths[group[0]])
 
 
 def _padded(length: int) -> int:

@@ -16,6 +16,21 @@ from torch.nn import functional
 
 from trainer.data.batch import Sequences
 from trainer.megatron.heads import log_probs_and_entropy
+from trainer.megatron.packing import PackedSequences
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Of sequences in one row [1, t].
+
+    Attributes:
+        columns: the place in n * s of every packed token, in order.
+        sequence_of: [t], the number of each token's sequence; n for padding.
+    """
+
+    sequences: PackedSequences
+    columns: Tensor
+    sequence_of: Tensor
 
 
 @dataclass(frozen=True)
@@ -29,6 +44,7 @@ class ModelInput:
         places: [m], of every response token in n * (s-1), in that order.
         rows: [m], the place in b * t that predicts each of them.
         targets: [m], these tokens.
+        packing: how sequences lie in one row, b = 1; None: each is a row.
     """
 
     tokens: Tensor
@@ -37,6 +53,7 @@ class ModelInput:
     places: Tensor
     rows: Tensor
     targets: Tensor
+    packing: Packing | None = None
 
     @classmethod
     def padded(cls, batch: Sequences, *, multiple: int) -> ModelInput:
@@ -55,13 +72,46 @@ class ModelInput:
             targets=batch.tokens[:, 1:].flatten()[places],
         )
 
+    @classmethod
+    def packed(cls, batch: Sequences, *, multiple: int) -> ModelInput:
+        """The real tokens of all sequences in one row, up to and with the last response token of each (nothing of those
+        that have none), and padding up to a ``multiple``, which is one sequence more. Waits for the device."""
+        n, columns = batch.tokens.shape
+        lengths = batch.lengths()
+        is_packed = torch.arange(columns, device=lengths.device) < lengths[:, None]
+        columns_of = is_packed.flatten().nonzero().squeeze(1)
+        extra = -len(columns_of) % multiple if len(columns_of) else multiple
+        sizes = [*filter(None, lengths.tolist()), *([extra] if extra else [])]
+        sequences = PackedSequences.of(tuple(sizes), device=lengths.device)
+        places = batch.response_mask.flatten().nonzero().squeeze(1)
+        sequence, column = places // (columns - 1), places % (columns - 1)
+        return cls(
+            tokens=functional.pad(batch.tokens.flatten()[columns_of], (0, extra))[None],
+            positions=sequences.positions[None],
+            shape=(n, columns),
+            places=places,
+            rows=(lengths.cumsum(0) - lengths)[sequence] + column,
+            targets=batch.tokens[:, 1:].flatten()[places],
+            packing=Packing(sequences, columns_of, functional.pad(columns_of // columns, (0, extra), value=n)),
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the model is called with beside tokens and positions."""
+        return {} if self.packing is None else {"packed_seq_params": self.packing.sequences}
+
     def by_response_token(self, numbers: Tensor) -> Tensor:
         """[m], one of each response token -> [n, s-1], zero elsewhere."""
         n, columns = self.shape
         return numbers.new_zeros(n * (columns - 1)).index_copy(0, self.places, numbers).view(n, columns - 1)
 
     def by_column(self, output: Tensor) -> Tensor:
-        """[b, t] -> [n, s]."""
+        """[b, t] -> [n, s], zero where nothing was packed."""
+        if self.packing is not None:
+            n, columns = self.shape
+            places = self.packing.columns
+            whole = output.new_zeros(n * columns).index_copy(0, places, output[0, : len(places)])
+            return whole.view(n, columns)
         return output[:, : self.shape[1]]
 
 

@@ -66,9 +66,10 @@ class _Work(Generic[SequencesT]):
     given: ModelInput
 
 
-def _works(batch: SequencesT, parts: Sequence[MicroBatch]) -> list[_Work[SequencesT]]:
+def _works(batch: SequencesT, parts: Sequence[MicroBatch], split: Split) -> list[_Work[SequencesT]]:
     multiple = tensor_parallel_group().size()  # sequence parallel: each rank takes an equal part of the columns
-    return [_Work(taken, ModelInput.padded(taken, multiple=multiple)) for taken in (part.take(batch) for part in parts)]
+    arranged = ModelInput.packed if split.packs else ModelInput.padded
+    return [_Work(taken, arranged(taken, multiple=multiple)) for taken in (part.take(batch) for part in parts)]
 
 
 def _run_schedule(
@@ -86,7 +87,8 @@ def _run_schedule(
     def forward_step(iterator: Iterator[_Work[SequencesT]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         work = next(iterator)
         with around(work):
-            return model(work.given.tokens, work.given.positions, None), partial(on_output, work)
+            output = model(work.given.tokens, work.given.positions, None, **work.given.options)
+        return output, partial(on_output, work)
 
     iterators = [iter(works) for _ in role.chunks]
     rows, length = works[0].given.tokens.shape  # of all of them, where pipeline stages need to know
@@ -120,7 +122,7 @@ def _forward(role: Role, batch: SequencesT, read: Reader, *, split: Split) -> tu
         return read(_head(role), work.given, output)
 
     with torch.no_grad():
-        results = _run_schedule(role, _works(batch, parts), on_output, forward_only=True)
+        results = _run_schedule(role, _works(batch, parts, split), on_output, forward_only=True)
     found = tuple(in_order(tensors, parts, batch=batch) for tensors in zip(*results, strict=True))
     return tensors_from_last_stage(found)
 
@@ -164,10 +166,12 @@ def train_minibatch(role: Role, batch: SequencesT, loss: Loss[SequencesT], *, sp
     def around(work: _Work[SequencesT]) -> AbstractContextManager[None]:
         if not is_mixture:
             return nullcontext()
-        return balance.watch(work.batch.response_mask, weights=loss.sequence_weights(work.batch))
+        packing, weights = work.given.packing, loss.sequence_weights(work.batch)
+        sequence_of = None if packing is None else packing.sequence_of
+        return balance.watch(work.batch.response_mask, weights=weights, sequence_of=sequence_of)
 
     with role.training():
-        works = _works(batch, micro_batches(batch, split))
+        works = _works(batch, micro_batches(batch, split), split)
         _run_schedule(role, works, on_output, forward_only=False, around=around)
         aux_losses = balance.sums()
         result = from_last_stage(_summed(reports, aux_losses) if is_last_stage() else None)

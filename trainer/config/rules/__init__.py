@@ -50,6 +50,7 @@ RULES = (
     batch.check_equal_minibatches,
     batch.check_automatic_tokens,
     batch.check_a_sequence_fits,
+    batch.check_packing,
     batch.check_tokens_in_pipeline,
     batch.check_lengths,
     run.check_profile_steps,

@@ -85,6 +85,16 @@ def check_a_sequence_fits(config: Config) -> None:
         )
 
 
+def check_packing(config: Config) -> None:
+    if config.training.packing and config.algo.micro_batch_tokens is None:
+        longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+        raise ValueError(
+            "training.packing=true with algo.micro_batch_tokens=null: packed micro-batches are filled up to a number "
+            f"of tokens, not of sequences. Use algo.micro_batch_tokens={longest * config.algo.micro_batch_size} or "
+            f"another number from {longest}, or training.packing=false"
+        )
+
+
 def check_tokens_in_pipeline(config: Config) -> None:
     if config.algo.micro_batch_tokens is None:
         return
