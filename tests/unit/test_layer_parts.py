@@ -105,7 +105,7 @@ def test_a_request_that_cannot_be_met_is_refused(platform, setting, message):
 def test_a_model_is_built_of_the_parts_that_its_config_names():
     with one_rank_world():
         model = config_of("platform=cpu", "model.qk_norm=true").model
-        for kernels, attention in (("torch", "SelfAttention"), ("liger", "FusedSelfAttention")):
+        for kernels, attention in (("torch", "PackableSelfAttention"), ("liger", "FusedSelfAttention")):
             named = dataclasses.replace(model, kernels=kernels)
             gpt = build_gpt(named, vocab_size=64, parallel=WHOLE, seed=1, value_head=False)
             layer = gpt.decoder.layers[0]  # type: ignore[union-attr, index]
