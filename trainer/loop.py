@@ -37,6 +37,7 @@ from trainer.roles.backuper import LazyTensors
 from trainer.roles.role import FORWARD, Role
 from trainer.rollout.base import RolloutEngine
 from trainer.training import step
+from trainer.training.balance import Exchange
 from trainer.training.experience import Judgement, agreed_responses, experience_of, rollout_batch
 from trainer.training.finite import require_finite_loss, require_progress
 from trainer.training.micro_batches import Split
@@ -206,18 +207,22 @@ def collect(run: Run, number: int, *, kl_coef: float) -> Experience:
             responses = agreed_responses(responses)
         scores = [0.0] * len(examples) if run.judges else run.prompts.scores(responses.texts, examples)
         drawn = rollout_batch(responses, scores=scores, weights_step=number - 1)
+        exchange = Exchange.of(drawn, split)
+        moved = exchange.there(drawn)
     for phase, judge in run.judges.items():
         with phases.phase(phase, step=number), judge.awake(kinds=FORWARD):
-            drawn = drawn.paid(step.final_values(judge, drawn, split=split))
-    log_probs = _log_probs(run, drawn, number)
+            drawn = drawn.paid(exchange.back(step.final_values(judge, moved, split=split)))
+    log_probs = _log_probs(run, moved, number)
     values = None
     if critic:
         with phases.phase("values", step=number), critic.awake(kinds=FORWARD):
-            values = step.values(critic, drawn, split=split)
+            values = exchange.back(step.values(critic, moved, split=split))
     with phases.phase("advantages", step=number):
-        ref_log_probs, _ = log_probs.get(REFERENCE_PHASE, (None, None))
-        judged = Judgement(ref_log_probs, *log_probs.get(LOG_PROBS_PHASE, (None, None)), values)
-        return experience_of(drawn, judged, settings=config.algo, estimator=run.estimator, kl_coef=kl_coef)
+        of_phase = {phase: tuple(map(exchange.back, found)) for phase, found in log_probs.items()}
+        ref_log_probs, _ = of_phase.get(REFERENCE_PHASE, (None, None))
+        judged = Judgement(ref_log_probs, *of_phase.get(LOG_PROBS_PHASE, (None, None)), values)
+        experience = experience_of(drawn, judged, settings=config.algo, estimator=run.estimator, kl_coef=kl_coef)
+        return exchange.there(experience)
 
 
 def _log_probs(run: Run, drawn: RolloutBatch, number: int) -> dict[str, tuple[Tensor, Tensor]]:

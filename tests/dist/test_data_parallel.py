@@ -42,6 +42,17 @@ def test_ranks_run_equally_many_micro_batches_by_length_and_start_at_ratio_one(r
     assert found["grad_norm"] > 0
 
 
+def test_sequences_change_ranks_within_their_minibatch_and_come_back(results):
+    one, two = (results[ranks]["sequences_that_change_ranks"] for ranks in (1, 2))
+    assert one["after"] == one["before"]
+    # Three tokens of prompt more. One rank has 183, 203, 6, 5 and the other 93, 4, 10, 7; the first halves train first.
+    assert two["before"] == [[183, 203, 6, 5], [93, 4, 10, 7]]
+    assert two["after"] == [[203, 4, 5, 10], [183, 93, 6, 7]]
+    assert one["is_back"] == [True]
+    assert two["is_back"] == [True, True]
+    assert [*two["log_probs"][0], *two["log_probs"][1]] == pytest.approx(one["log_probs"][0], rel=1e-5)
+
+
 @pytest.mark.parametrize("case", ["even", "rank_without_tokens"])
 def test_metrics_of_the_first_step_do_not_depend_on_the_number_of_ranks(results, case):
     one, two = (results[ranks]["metrics_of_one_step"][case] for ranks in (1, 2))

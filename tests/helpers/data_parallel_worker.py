@@ -34,6 +34,7 @@ from trainer.megatron.groups import data_parallel_rank, data_parallel_size
 from trainer.roles import role as role_module
 from trainer.roles.role import FORWARD, Role
 from trainer.training import step
+from trainer.training.balance import Exchange
 from trainer.training.micro_batches import Split, micro_batches
 
 FP32 = ("model.dtype=fp32", "model.max_length=256")
@@ -102,6 +103,31 @@ def by_length_with_overlap() -> dict[str, Any]:
     distributed.all_gather_object(counts, len(micro_batches(half, Split(1, 256))))
     sums = step.train_minibatch(role, half, loss_of(role), split=Split(1, 256))
     return {"ppo_kl": sums["ppo_kl"], "grad_norm": sums["grad_norm"], "counts": counts, "weights": all_ranks_hold(role)}
+
+
+def sequences_that_change_ranks() -> dict[str, Any]:
+    """Of every rank: lengths before and after, whether all came back, and log-probs by the place of the prompt."""
+    fresh_saver()
+    role = make_role("actor", *FP32)
+    split = Split(1, 256, minibatches=2, break_even=50.0)
+    batch = my_share(make_batch([180, 200, 3, 2, 90, 1, 7, 4]))
+    batch = batch.cut(max(batch.lengths().tolist()))  # ranks have as many columns as their longest needs
+    exchange = Exchange.of(batch, split)
+    moved = exchange.there(batch)
+    everything = {
+        name: torch.equal(exchange.back(tensor), batch.tensors()[name]) for name, tensor in moved.tensors().items()
+    }
+    log_probs = exchange.back(step.log_probs(role, moved, temperature=1.0, vocab_size=VOCAB_SIZE, split=split)[0])
+    per_sequence = log_probs.where(batch.response_mask, 0.0).sum(1)
+    own = {
+        "before": batch.lengths().tolist(),
+        "after": moved.lengths().tolist(),
+        "is_back": all(everything.values()) and len(everything) > 5,
+        "log_probs": per_sequence.tolist(),
+    }
+    everyones: list[Any] = [None] * data_parallel_size()
+    distributed.all_gather_object(everyones, own)
+    return {key: [each[key] for each in everyones] for key in own}
 
 
 def metrics_of_one_step() -> dict[str, dict[str, float]]:
@@ -258,6 +284,7 @@ def shared_tags() -> dict[str, Any]:
 CHECKS: tuple[Callable[[], Any], ...] = (
     gradients_of_uneven_lengths,
     by_length_with_overlap,
+    sequences_that_change_ranks,
     metrics_of_one_step,
     advantages_without_a_critic,
     weights_after_every_change,

@@ -8,6 +8,7 @@ import torch
 from tests.helpers.roles import VOCAB_SIZE, ddp_buffers, fresh_saver, loss_of, make_batch, make_role
 from trainer.megatron.packing import PackedSequences, packed_attention
 from trainer.training import step
+from trainer.training.balance import balanced
 from trainer.training.micro_batches import Split
 from trainer.training.model_input import ModelInput
 
@@ -141,3 +142,31 @@ def test_attention_over_sequences_is_attention_within_each():
         expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
         torch.testing.assert_close(attended[start : start + length], expected.flatten(1))
         start += length
+
+
+@pytest.mark.parametrize(
+    ("lengths", "minibatches", "sources"),
+    [
+        ([[10, 20], [30, 40]], 1, [[0, 3], [1, 2]]),
+        ([[10, 20], [30, 40]], 2, [[2, 3], [0, 1]]),  # each half by itself: 30 and 10, then 40 and 20
+        ([[5, 5], [5, 5]], 1, [[0, 2], [1, 3]]),
+        ([[0, 0, 9], [0, 0, 9]], 1, [[0, 2, 3], [1, 4, 5]]),
+    ],
+)
+def test_ranks_share_sequences_out_by_their_cost(lengths, minibatches, sources):
+    assert balanced(lengths, Split(1, 64, minibatches, break_even=100.0)) == sources
+
+
+def test_ranks_of_ragged_sequences_have_about_as_much_to_do():
+    generator = torch.Generator().manual_seed(2)
+    lengths = [
+        (torch.rand(32, generator=generator).log() * -250 * (rank + 1)).int().add(1).tolist() for rank in range(4)
+    ]
+    cost = dict(enumerate(length + length**2 / 5000 for of_rank in lengths for length in of_rank))
+    sources = balanced(lengths, Split(1, 4096, 2, break_even=5000.0))
+    assert sorted(number for of_rank in sources for number in of_rank) == list(range(128))
+    for half in (slice(0, 16), slice(16, 32)):
+        own = {rank * 32 + row for rank in range(4) for row in range(32)[half]}
+        assert {number for of_rank in sources for number in of_rank[half]} == own
+        shares = [sum(cost[number] for number in of_rank[half]) for of_rank in sources]
+        assert max(shares) < 1.1 * min(shares)
