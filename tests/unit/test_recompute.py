@@ -153,9 +153,9 @@ def test_what_does_not_fit_says_what_would_help():
     ("override", "message"),
     [
         ("auto", "algo.micro_batch_tokens=auto with launch.gpu_memory_gib=null"),
-        ("some", "algo.micro_batch_tokens=some: must be a whole number between),
-        ("1.5", "algo.micro_batch_tokens=1.5: must be a whole number between),
-        ("true", "algo.micro_batch_tokens=True: must be a whole number between),
+        ("some", "algo.micro_batch_tokens=some: must be a whole number between"),
+        ("1.5", "algo.micro_batch_tokens=1.5: must be a whole number between"),
+        ("true", "algo.micro_batch_tokens=True: must be a whole number between"),
     ],
 )
 def test_numbers_of_tokens_that_mean_nothing_are_refused(override, message):
