@@ -51,7 +51,8 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSe
     ``scaled_dot_product_attention`` of one sequence after the other.
     """
     size = query.shape[-1]
-    if query.is_cuda and query.dtype != torch.float32 and size % 8 == 0 and size <= _LARGEST_FLASH_HEAD:
+    has_16_bits = query.dtype in (torch.bfloat16, torch.float16)
+    if query.is_cuda and has_16_bits and size % 8 == 0 and size <= _LARGEST_FLASH_HEAD:
         return _Flash.apply(query, key, value, packed.cu_seqlens_q, packed.max_seqlen_q).flatten(1)
     parts = zip(*(states.split(packed.lengths) for states in (query, key, value)), strict=True)
     return torch.cat([_one_sequence(*states) for states in parts])
