@@ -198,7 +198,7 @@ def first_not_finite(role: Role, batch: SequencesT, loss: Loss[SequencesT], *, s
         return all(bool(tensor.isfinite().all()) for tensor in found), bool(total.isfinite())
 
     with torch.no_grad():
-        flags = _run_schedule(role, _works(batch, parts), on_output, forward_only=True)
+        flags = _run_schedule(role, _works(batch, parts, split), on_output, forward_only=True)
     for number, (output_is_finite, loss_is_finite) in enumerate(from_last_stage(flags), start=1):
         if not (output_is_finite and loss_is_finite):
             read = "values" if role.spec.has_value_head else "log-probs"
