@@ -218,7 +218,7 @@ def collect(run: Run, number: int, *, kl_coef: float) -> Experience:
         with phases.phase("values", step=number), critic.awake(kinds=FORWARD):
             values = exchange.back(step.values(critic, moved, split=split))
     with phases.phase("advantages", step=number):
-        of_phase = {phase: tuple(map(exchange.back, found)) for phase, found in log_probs.items()}
+        of_phase = {phase: (exchange.back(one), exchange.back(other)) for phase, (one, other) in log_probs.items()}
         ref_log_probs, _ = of_phase.get(REFERENCE_PHASE, (None, None))
         judged = Judgement(ref_log_probs, *of_phase.get(LOG_PROBS_PHASE, (None, None)), values)
         experience = experience_of(drawn, judged, settings=config.algo, estimator=run.estimator, kl_coef=kl_coef)

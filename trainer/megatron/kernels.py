@@ -89,7 +89,8 @@ class PackableSelfAttention(SelfAttention):
             return super().forward(hidden_states, *arguments, **options)
         frequencies = _first(options["rotary_pos_emb"])[packed_seq_params.positions]
         query, key, value = self.get_query_key_value_tensors(hidden_states)  # type: ignore[misc]
-        query, key = (apply_rotary_pos_emb(heads, frequencies, config=self.config) for heads in (query, key))
+        query = apply_rotary_pos_emb(query, frequencies, config=self.config)  # type: ignore[arg-type]
+        key = apply_rotary_pos_emb(key, frequencies, config=self.config)  # type: ignore[arg-type]
         return _attended(self, query, key, value, packed_seq_params)
 
 
@@ -130,7 +131,8 @@ class FusedSelfAttention(SelfAttention):
         positions = None if packed_seq_params is None else packed_seq_params.positions
         if self.config.qk_layernorm:
             query, key, value = self.get_query_key_value_tensors(hidden_states)  # type: ignore[misc]
-            query, key = (turn(heads, frequencies, positions=positions) for heads in (query, key))
+            query = turn(query, frequencies, positions=positions)  # type: ignore[arg-type]
+            key = turn(key, frequencies, positions=positions)  # type: ignore[arg-type]
         else:
             joint, _ = self.linear_qkv(hidden_states)  # type: ignore[operator]
             query, key, value = split_and_turn(
