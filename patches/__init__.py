@@ -20,26 +20,50 @@ def get(name: str) -> Patch:
     return import_module(f"patches.{name}").PATCH
 
 
+_in_force: list[str] = []  # in the order of their application
+
+
 def apply(*names: str) -> list[str]:
-    """Apply the named patches in order (those applied already are left alone).
+    """Apply the named patches, each after those that it names as to come before it (those applied already are left
+    alone).
 
     Returns:
         One line per patch, "name: what it changes", for the log.
+
+    Raises:
+        ValueError: an unknown name.
+        RuntimeError: a patch is in force already that was to come after one of them.
     """
     lines = []
-    for name in names:
-        patch = get(name)
+    for patch in _ordered([get(name) for name in names]):
+        late = [name for name in _in_force if patch.name in get(name).after]
+        if late and not patch.applied:
+            raise RuntimeError(f"the patch {patch.name} must be applied before {', '.join(late)}")
         patch.apply()
-        lines.append(f"{name}: {patch.why} ({patch.target})")
+        if patch.name not in _in_force:
+            _in_force.append(patch.name)
+        lines.append(f"{patch.name}: {patch.why} ({patch.target})")
     return lines
 
 
+def _ordered(patches: list[Patch]) -> list[Patch]:
+    """The same, each after those that must come before it."""
+    waiting, ordered = list(patches), []
+    while waiting:
+        names = {patch.name for patch in waiting}
+        patch = next(patch for patch in waiting if not names & set(patch.after))
+        waiting.remove(patch)
+        ordered.append(patch)
+    return ordered
+
+
 def applied() -> tuple[str, ...]:
-    """Names of the patches in force now."""
-    return tuple(name for name in NAMES if get(name).applied)
+    """Names of the patches in force now, in the order of their application."""
+    return tuple(_in_force)
 
 
 def revert(*names: str) -> None:
     """Put the originals of the named patches back (of all, without names), last applied first."""
-    for name in reversed(names or NAMES):
+    for name in [name for name in reversed(_in_force) if name in (names or NAMES)]:
         get(name).revert()
+        _in_force.remove(name)

@@ -3,21 +3,23 @@
 Target: megatron.core.distributed: DistributedDataParallel.__init__ and _ParamAndGradBuffer.__init__.
 Why: a model that sleeps need not keep a host copy of its gradients (they are zeroed before every use), nor of
     parameters that somebody else can restore. Each byte not copied saves host memory and sleep and wake-up time.
-How: both constructors take two more keyword-only arguments, ``disable_grad_buffers_cpu_backup`` and
-    ``disable_param_buffers_cpu_backup``. The original constructor runs unchanged under a TorchFunctionMode that sends
-    its ``torch.zeros`` calls for the two buffers to the right regions; afterwards the buffers' pointers are compared
-    with what was routed, so that an upstream change is an error and never a silently missing region.
+How: both constructors take three more keyword-only arguments: ``disable_grad_buffers_cpu_backup``,
+    ``disable_param_buffers_cpu_backup``, and ``region_for``, which says where a buffer of a kind goes. DDP hands them
+    on to its buffers in a copy of its ``ddp_config``. A buffer's original constructor runs unchanged under a
+    TorchFunctionMode that sends its ``torch.zeros`` calls for the two buffers to the right regions; afterwards the
+    buffers' pointers are compared with what was routed, so that an upstream change is an error and never a silently
+    missing region.
 Upstream: not proposed to Megatron-LM yet.
 Remove when: megatron-core's constructors take these two arguments themselves (``python -m patches`` says UPSTREAMED).
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,48 +30,34 @@ from patches.registry import Patch, Replacement
 
 GRAD_FLAG = "disable_grad_buffers_cpu_backup"
 PARAM_FLAG = "disable_param_buffers_cpu_backup"
+REGION_FOR = "region_for"
+RegionFor = Callable[[str, bool], AbstractContextManager[None]]  # kind ("param" or "grad"), has a backup -> its region
+_HANDED_ON = "_buffer_routing"  # the attribute of DDP's ddp_config
 
 
 @dataclass(frozen=True)
-class _Flags:
+class _Routing:
+    """Where buffers go. Without ``region_for`` a set flag sends its buffer to the region ``param_buffer`` or
+    ``grad_buffer``, and an unset flag changes nothing."""
+
     disable_grad_backup: bool = False
     disable_param_backup: bool = False
+    region_for: RegionFor | None = None
 
-    def disabled(self, kind: str) -> bool:
+    def disables(self, kind: str) -> bool:
         return self.disable_grad_backup if kind == "grad" else self.disable_param_backup
 
-
-# Set by DistributedDataParallel.__init__ for the buffers that it creates: its own code does not hand our arguments on.
-_inherited_flags: ContextVar[_Flags | None] = ContextVar("_inherited_flags", default=None)
-_owner: ContextVar[str | None] = ContextVar("_owner", default=None)
-
-
-@contextmanager
-def buffer_owner(role: str) -> Iterator[None]:
-    """Declare whose DDP buffers are built inside: each goes to the region ``<role>/param`` or ``<role>/grad``.
-
-    Without an owner a set flag sends its buffer to the region ``param_buffer`` or ``grad_buffer``, and an unset flag
-    changes nothing.
-    """
-    token = _owner.set(role)
-    try:
-        yield
-    finally:
-        _owner.reset(token)
-
-
-def _region(kind: str, flags: _Flags) -> AbstractContextManager[None]:
-    owner, disabled = _owner.get(), flags.disabled(kind)
-    if owner is None and not disabled:
-        return nullcontext()
-    try:
-        from torch_memory_saver import torch_memory_saver
-    except ImportError as error:
-        flag = GRAD_FLAG if kind == "grad" else PARAM_FLAG
-        user = f"{flag}=True" if disabled else f"buffer_owner({owner!r}) with {flag}=False"
-        raise ImportError(f"{user} needs torch_memory_saver: pip install torch-memory-saver") from error
-    tag = f"{kind}_buffer" if owner is None else f"{owner}/{kind}"
-    return torch_memory_saver.region(tag=tag, enable_cpu_backup=not disabled)
+    def region(self, kind: str) -> AbstractContextManager[None]:
+        if self.region_for is not None:
+            return self.region_for(kind, not self.disables(kind))
+        if not self.disables(kind):
+            return nullcontext()
+        try:
+            from torch_memory_saver import torch_memory_saver
+        except ImportError as error:
+            flag = GRAD_FLAG if kind == "grad" else PARAM_FLAG
+            raise ImportError(f"{flag}=True needs torch_memory_saver: pip install torch-memory-saver") from error
+        return torch_memory_saver.region(tag=f"{kind}_buffer", enable_cpu_backup=False)
 
 
 class _BufferRouter(TorchFunctionMode):
@@ -79,9 +67,9 @@ class _BufferRouter(TorchFunctionMode):
     gradient in fp32 beside a bf16 buffer, ``torch.empty_like``.
     """
 
-    def __init__(self, buffer: Any, flags: _Flags) -> None:
+    def __init__(self, buffer: Any, routing: _Routing) -> None:
         super().__init__()
-        self._buffer, self._flags = buffer, flags
+        self._buffer, self._routing = buffer, routing
         self._waiting: list[str] | None = None
         self.routed: dict[str, torch.Tensor] = {}
 
@@ -90,19 +78,19 @@ class _BufferRouter(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "zeros" and args and isinstance(args[0], int):
             if self._waiting is None:
-                self._waiting = _expected_kinds(self._buffer.ddp_config, self._buffer.params, self._flags)
+                self._waiting = _expected_kinds(self._buffer.ddp_config, self._buffer.params, self._routing)
             if self._waiting:
                 kind = self._waiting.pop(0)
-                with _region(kind, self._flags):
+                with self._routing.region(kind):
                     self.routed[kind] = func(*args, **kwargs)
                 return self.routed[kind]
         elif name == "empty_like":
-            with _region("grad", self._flags):
+            with self._routing.region("grad"):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _expected_kinds(ddp_config: Any, params: list[torch.nn.Parameter], flags: _Flags) -> list[str]:
+def _expected_kinds(ddp_config: Any, params: list[torch.nn.Parameter], routing: _Routing) -> list[str]:
     """Kinds of the buffers in the order in which the constructor makes them."""
     from megatron.core.distributed import param_and_grad_buffer as upstream
 
@@ -112,7 +100,7 @@ def _expected_kinds(ddp_config: Any, params: list[torch.nn.Parameter], flags: _F
     names = [name for name in ("is_mxfp8tensor", "is_grouped_mxfp8tensor") if hasattr(upstream, name)]
     if any(getattr(upstream, name)(param) for name in names for param in params):
         # One buffer serves both kinds; dropping its copy takes the parameters with it, so their flag decides.
-        return ["param" if flags.disable_param_backup else "grad"]
+        return ["param" if routing.disable_param_backup else "grad"]
     return ["param", "grad"]
 
 
@@ -133,19 +121,16 @@ def _check_routing(buffer: Any, router: _BufferRouter) -> None:
         )
 
 
-def _with_flags(original: Callable[..., None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """``functools.wraps`` plus a signature that shows the two new keyword-only arguments."""
+def _with_arguments(original: Callable[..., None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """``functools.wraps`` plus a signature that shows the new keyword-only arguments."""
 
     def decorate(wrapper: Callable[..., None]) -> Callable[..., None]:
+        ours = [p for p in inspect.signature(wrapper).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
         wrapped = functools.wraps(original)(wrapper)
         signature = inspect.signature(original)
         parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         rest = [p for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-        new = [
-            inspect.Parameter(flag, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
-            for flag in (GRAD_FLAG, PARAM_FLAG)
-        ]
-        wrapped.__signature__ = signature.replace(parameters=[*parameters, *new, *rest])  # type: ignore[attr-defined]
+        wrapped.__signature__ = signature.replace(parameters=[*parameters, *ours, *rest])  # type: ignore[attr-defined]
         return wrapped
 
     return decorate
@@ -154,28 +139,30 @@ def _with_flags(original: Callable[..., None]) -> Callable[[Callable[..., None]]
 def _patched_buffer_init(original: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(original)
 
-    @_with_flags(original)
+    @_with_arguments(original)
     def __init__(
         self: Any,
         *args: Any,
         disable_grad_buffers_cpu_backup: bool = False,
         disable_param_buffers_cpu_backup: bool = False,
+        region_for: RegionFor | None = None,
         **kwargs: Any,
     ) -> None:
-        inherited = _inherited_flags.get() or _Flags()
-        flags = _Flags(
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        inherited = getattr(arguments["ddp_config"], _HANDED_ON, _Routing())
+        routing = _Routing(
             disable_grad_buffers_cpu_backup or inherited.disable_grad_backup,
             disable_param_buffers_cpu_backup or inherited.disable_param_backup,
+            region_for or inherited.region_for,
         )
-        if _owner.get() is None and flags == _Flags():
+        if routing == _Routing():
             original(self, *args, **kwargs)
             return
-        arguments = signature.bind(self, *args, **kwargs).arguments
         assert not arguments.get("nccl_ub", False), (
             "nccl_ub takes its buffers from NCCL's own allocator, which torch_memory_saver cannot pause: "
-            f"it does not go with {GRAD_FLAG}, {PARAM_FLAG} or a buffer owner"
+            f"it does not go with {GRAD_FLAG}, {PARAM_FLAG} or {REGION_FOR}"
         )
-        with _BufferRouter(self, flags) as router:
+        with _BufferRouter(self, routing) as router:
             original(self, *args, **kwargs)
         _check_routing(self, router)
 
@@ -183,19 +170,25 @@ def _patched_buffer_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _patched_ddp_init(original: Callable[..., None]) -> Callable[..., None]:
-    @_with_flags(original)
+    signature = inspect.signature(original)
+
+    @_with_arguments(original)
     def __init__(
         self: Any,
         *args: Any,
         disable_grad_buffers_cpu_backup: bool = False,
         disable_param_buffers_cpu_backup: bool = False,
+        region_for: RegionFor | None = None,
         **kwargs: Any,
     ) -> None:
-        token = _inherited_flags.set(_Flags(disable_grad_buffers_cpu_backup, disable_param_buffers_cpu_backup))
-        try:
+        routing = _Routing(disable_grad_buffers_cpu_backup, disable_param_buffers_cpu_backup, region_for)
+        if routing == _Routing():
             original(self, *args, **kwargs)
-        finally:
-            _inherited_flags.reset(token)
+            return
+        bound = signature.bind(self, *args, **kwargs)
+        bound.arguments["ddp_config"] = copy.copy(bound.arguments["ddp_config"])
+        setattr(bound.arguments["ddp_config"], _HANDED_ON, routing)
+        original(*bound.args, **bound.kwargs)
 
     return __init__
 
@@ -233,4 +226,5 @@ PATCH = Patch(
     why="DDP buffers in memory-saver regions, each with or without a CPU backup",
     replacements=_replacements,
     probe=_probe,
+    after=("cpu_platform",),  # importing megatron looks for a GPU
 )

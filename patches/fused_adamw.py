@@ -106,4 +106,5 @@ PATCH = Patch(
     why="AdamW with a complete, checkpointable state where TE and Apex are absent",
     replacements=_replacements,
     probe=_probe,
+    after=("cpu_platform",),  # importing megatron looks for a GPU
 )

@@ -124,4 +124,5 @@ PATCH = Patch(
     why="no NCCL communicator, and its GPU memory, for groups of one rank",
     replacements=_replacements,
     probe=_probe,
+    after=("cpu_platform",),  # importing megatron looks for a GPU
 )

@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -117,21 +117,26 @@ def adam(chunk: Any, **settings: Any) -> Any:
     return get_megatron_optimizer(config, [chunk], use_gloo_process_groups=False)
 
 
+def _probe_region(kind: str, backup: bool) -> AbstractContextManager[None]:
+    from torch_memory_saver import torch_memory_saver
+
+    return torch_memory_saver.region(tag=f"probe/{kind}", enable_cpu_backup=backup)
+
+
 def _ddp_buffer_problems() -> list[str]:
     from torch_memory_saver import torch_memory_saver
 
-    from patches.ddp_buffer_backup import GRAD_FLAG, PARAM_FLAG, buffer_owner
+    from patches.ddp_buffer_backup import GRAD_FLAG, PARAM_FLAG, REGION_FOR
 
     patches.apply("cpu_platform", "cpu_saver", "ddp_buffer_backup")
     problems = []
     with one_rank():
         for distributed, drop_grad, drop_param in itertools.product((False, True), repeat=3):
-            with buffer_owner("probe"):
-                chunk = wrap(
-                    torch.nn.Linear(4, 4),
-                    use_distributed_optimizer=distributed,
-                    **{GRAD_FLAG: drop_grad, PARAM_FLAG: drop_param},
-                )
+            chunk = wrap(
+                torch.nn.Linear(4, 4),
+                use_distributed_optimizer=distributed,
+                **{GRAD_FLAG: drop_grad, PARAM_FLAG: drop_param, REGION_FOR: _probe_region},
+            )
             torch_memory_saver.pause()
             torch_memory_saver.resume()
             for buffer, (kind, dropped) in itertools.product(

@@ -22,6 +22,7 @@ class Patch:
         why: one line for people.
         replacements: builds the (owner, attribute, new value) triples; imports the target, so call it late.
         probe: returns (state, detail) without changing anything in this process; state is OK, CHANGED or UPSTREAMED.
+        after: patches that must be in force before this one, where they are to be at all.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Patch:
     why: str
     replacements: Callable[[], list[Replacement]]
     probe: Callable[[], tuple[str, str]]
+    after: tuple[str, ...] = ()
     _originals: list[Replacement] = field(default_factory=list)
 
     @property

@@ -19,8 +19,20 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 
 import patches
 from patches import ddp_buffer_backup
-from patches.ddp_buffer_backup import GRAD_FLAG, PARAM_FLAG, buffer_owner
+from patches.ddp_buffer_backup import GRAD_FLAG, PARAM_FLAG, REGION_FOR
 from patches.probe import one_rank, wrap
+
+
+def regions_of(role: str) -> dict[str, Any]:
+    """The argument with which every buffer goes to a region of ``role``."""
+
+    def region_for(kind: str, backup: bool) -> Any:
+        from torch_memory_saver import torch_memory_saver
+
+        return torch_memory_saver.region(tag=f"{role}/{kind}", enable_cpu_backup=backup)
+
+    return {REGION_FOR: region_for}
+
 
 GRAD, PARAM, BOTH = {GRAD_FLAG: True}, {PARAM_FLAG: True}, {GRAD_FLAG: True, PARAM_FLAG: True}
 
@@ -56,13 +68,13 @@ def regions(saver: Any, chunk: Any) -> list[dict[str, tuple[str, bool] | None]]:
 
 
 @pytest.mark.parametrize("target", [DistributedDataParallel, _ParamAndGradBuffer])
-def test_both_constructors_show_two_keyword_only_arguments_that_are_false(saver, target):
+def test_both_constructors_show_the_keyword_only_arguments_that_change_nothing(saver, target):
     parameters = inspect.signature(target.__init__).parameters
-    for flag in (GRAD_FLAG, PARAM_FLAG):
-        assert parameters[flag].kind is inspect.Parameter.KEYWORD_ONLY
-        assert parameters[flag].default is False
+    for name, default in ((GRAD_FLAG, False), (PARAM_FLAG, False), (REGION_FOR, None)):
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[name].default is default
     originals = inspect.signature(target.__init__.__wrapped__).parameters
-    assert list(parameters) == [*originals, GRAD_FLAG, PARAM_FLAG]
+    assert list(parameters) == [*originals, GRAD_FLAG, PARAM_FLAG, REGION_FOR]
 
 
 def test_applying_twice_wraps_once_and_reverting_restores_the_same_functions():
@@ -94,9 +106,8 @@ def test_standing_alone_a_set_flag_moves_that_buffer_only(saver, flags, expected
 
 
 @pytest.mark.parametrize("flags", [{}, GRAD, PARAM, BOTH])
-def test_with_an_owner_every_buffer_moves_and_the_flags_decide_its_backup(saver, flags):
-    with buffer_owner("critic"):
-        chunk = wrap(torch.nn.Linear(4, 4), **flags)
+def test_with_regions_every_buffer_moves_and_the_flags_decide_its_backup(saver, flags):
+    chunk = wrap(torch.nn.Linear(4, 4), **flags, **regions_of("critic"))
     assert regions(saver, chunk) == [
         {"param": ("critic/param", PARAM_FLAG not in flags), "grad": ("critic/grad", GRAD_FLAG not in flags)}
     ]
@@ -104,8 +115,7 @@ def test_with_an_owner_every_buffer_moves_and_the_flags_decide_its_backup(saver,
 
 
 def test_without_the_distributed_optimizer_there_is_only_a_gradient_buffer(saver):
-    with buffer_owner("actor"):
-        owned = wrap(torch.nn.Linear(4, 4), use_distributed_optimizer=False, **BOTH)
+    owned = wrap(torch.nn.Linear(4, 4), use_distributed_optimizer=False, **BOTH, **regions_of("actor"))
     alone = wrap(torch.nn.Linear(4, 4), use_distributed_optimizer=False, **BOTH)
     assert regions(saver, owned) == [{"grad": ("actor/grad", False)}]
     assert regions(saver, alone) == [{"grad": ("grad_buffer", False)}]
@@ -114,8 +124,7 @@ def test_without_the_distributed_optimizer_there_is_only_a_gradient_buffer(saver
 
 def test_an_fp32_head_in_a_bf16_model_makes_two_buffers_of_each_kind_all_covered(saver):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.bfloat16), torch.nn.Linear(4, 1))
-    with buffer_owner("critic"):
-        chunk = wrap(model, **GRAD)
+    chunk = wrap(model, **GRAD, **regions_of("critic"))
     assert {buffer.param_dtype for buffer in chunk.buffers} == {torch.bfloat16, torch.float32}
     assert regions(saver, chunk) == [{"param": ("critic/param", True), "grad": ("critic/grad", False)}] * 2
 
@@ -136,8 +145,7 @@ def test_gradients_accumulated_in_fp32_beside_the_buffer_are_covered(saver):
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True, **{pattern: ("all",)})
     config = wrap(torch.nn.Linear(1, 1)).config
     model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
-    with buffer_owner("actor"):
-        DistributedDataParallel(config, settings, model, **GRAD)
+    DistributedDataParallel(config, settings, model, **GRAD, **regions_of("actor"))
     assert model.weight.main_grad.dtype == torch.float32
     assert saver.region_of(model.weight.main_grad) == ("actor/grad", False)
 
@@ -149,16 +157,15 @@ def test_gradients_accumulated_in_fp32_beside_the_buffer_are_covered(saver):
 def test_mxfp8_parameters_share_one_buffer_and_their_flag_decides_if_set(saver, monkeypatch, flags, kind, backup):
     monkeypatch.setattr(param_and_grad_buffer, "is_mxfp8tensor", lambda param: param.ndim == 2)
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    parsed = ddp_buffer_backup._Flags(GRAD_FLAG in flags, PARAM_FLAG in flags)
+    parsed = ddp_buffer_backup._Routing(GRAD_FLAG in flags, PARAM_FLAG in flags)
     linear = torch.nn.Linear(4, 4)
     assert ddp_buffer_backup._expected_kinds(settings, list(linear.parameters()), parsed) == [kind]
     assert ddp_buffer_backup._expected_kinds(settings, [linear.bias], parsed) == ["param", "grad"]
-    with buffer_owner("actor"):
-        chunk = wrap(linear, **flags)
+    chunk = wrap(linear, **flags, **regions_of("actor"))
     assert regions(saver, chunk) == [{"param": (f"actor/{kind}", backup), "grad": (f"actor/{kind}", backup)}]
 
 
-def direct_buffer(*, nccl_ub: bool = False, **flags: bool) -> Any:
+def direct_buffer(*, nccl_ub: bool = False, **flags: Any) -> Any:
     """A _ParamAndGradBuffer made without DistributedDataParallel, on any supported megatron-core."""
     params = [torch.nn.Parameter(torch.ones(4))]
     arguments = {
@@ -194,9 +201,9 @@ def test_nccl_user_buffers_with_a_flag_are_refused(saver, flags):
         direct_buffer(nccl_ub=True, **flags)
 
 
-def test_nccl_user_buffers_with_an_owner_are_refused(saver):
-    with buffer_owner("actor"), pytest.raises(AssertionError, match="buffer owner"):
-        direct_buffer(nccl_ub=True)
+def test_nccl_user_buffers_with_regions_are_refused(saver):
+    with pytest.raises(AssertionError, match=r"nccl_ub.*region_for"):
+        direct_buffer(nccl_ub=True, **regions_of("actor"))
 
 
 @pytest.mark.parametrize(("flags", "flag"), [(GRAD, GRAD_FLAG), (PARAM, PARAM_FLAG)])
@@ -224,9 +231,13 @@ def test_an_upstream_constructor_that_allocates_differently_is_an_error(monkeypa
         patches.revert("ddp_buffer_backup", "cpu_saver")
 
 
-def test_a_constructor_that_raises_leaves_neither_flags_nor_owner_behind(saver):
-    with pytest.raises(ValueError, match="inside"), buffer_owner("actor"):
-        raise ValueError("inside")
+def test_nothing_is_left_behind_in_the_settings_nor_by_a_constructor_that_raises(saver):
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    before = dict(vars(settings))
+    config = wrap(torch.nn.Linear(1, 1)).config
+    DistributedDataParallel(config, settings, torch.nn.Linear(4, 4), **BOTH)
+    assert vars(settings) == before
+    saver._regions.clear()
     with pytest.raises(AttributeError):
         DistributedDataParallel(None, None, None, **BOTH)
     chunk = wrap(torch.nn.Linear(4, 4))

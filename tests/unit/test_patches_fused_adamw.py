@@ -107,15 +107,15 @@ def train(chunk, optimizer, *, sleeps: bool, steps: int = 4):
 def test_training_with_megatrons_distributed_optimizer_survives_sleeping_between_steps(ranks):
     from torch_memory_saver import torch_memory_saver
 
-    from patches.ddp_buffer_backup import buffer_owner
+    def region_for(kind, backup):
+        return torch_memory_saver.region(tag=f"actor{sleeps}/{kind}", enable_cpu_backup=backup)
 
     weights = []
     for sleeps in (False, True):
         torch.manual_seed(3)
         linear = torch.nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
         start = linear.weight.detach().clone()
-        with buffer_owner(f"actor{sleeps}"):
-            chunk = wrap(linear, disable_grad_buffers_cpu_backup=True)
+        chunk = wrap(linear, disable_grad_buffers_cpu_backup=True, region_for=region_for)
         with torch_memory_saver.region(tag=f"actor{sleeps}/optim", enable_cpu_backup=True):
             optimizer = adam(chunk, bf16=True, params_dtype=torch.bfloat16)
             for inner in optimizer.chained_optimizers:

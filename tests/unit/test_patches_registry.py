@@ -65,6 +65,19 @@ def test_apply_reports_one_line_per_patch_and_an_unknown_name_is_an_error():
         patches.apply("typo")
 
 
+def test_patches_come_after_those_they_name_and_go_in_the_opposite_order():
+    try:
+        patches.apply("ddp_buffer_backup", "cpu_saver", "cpu_platform")
+        assert patches.applied() == ("cpu_saver", "cpu_platform", "ddp_buffer_backup")
+        patches.revert("cpu_platform", "cpu_saver")
+        assert patches.applied() == ("ddp_buffer_backup",)
+        with pytest.raises(RuntimeError, match="cpu_platform must be applied before ddp_buffer_backup"):
+            patches.apply("cpu_platform")
+    finally:
+        patches.revert()
+    assert patches.applied() == ()
+
+
 def test_every_patch_documents_its_target_and_its_end():
     for name in patches.NAMES:
         module = sys.modules[patches.get(name).replacements.__module__]

@@ -3,15 +3,19 @@
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch_memory_saver
 
 import patches
 from tests.helpers.composing import config_of
 from tests.helpers.saver_library import library_replaced
 from trainer.command import attempts, launch_environment
 from trainer.command.nodes import Nodes
+from trainer.memory.regions import RoleRegions
 from trainer.memory.saver import MemorySaver, make_saver
+from trainer.plan import make_plan
 from trainer.worker import Job
 
 ROOT = Path(__file__).parents[2]
@@ -55,3 +59,22 @@ def test_the_library_is_preloaded_whether_megatrons_gpt_is_imported_before_or_af
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout == "['preload'] GPTModel\n", done.stderr
+
+
+@pytest.mark.parametrize("kind", ["param", "grad"])
+def test_ddps_buffers_have_the_backend_of_the_config(kind):
+    """``memory.cpu_backup_backend`` reaches the saver's region of every buffer that has a backup."""
+    entered = []
+    with library_replaced():
+        saver = MemorySaver(platform="cuda", poison=False, retain_cpu_backup=True, cpu_backup_backend="mmap")
+        with mock.patch.object(torch_memory_saver.torch_memory_saver, "region", lambda **how: entered.append(how)):
+            regions = RoleRegions(
+                "critic", plan=make_plan(config_of("memory=full")), saver=saver, observer=entered.append
+            )
+            regions.of_ddp_buffer(kind, True)
+            regions.of_ddp_buffer(kind, False)
+    tag = f"critic/{kind}"
+    assert entered == [
+        {"tag": tag, "enable_cpu_backup": True, "cpu_backup_backend": "mmap"},
+        {"tag": tag, "enable_cpu_backup": False, "cpu_backup_backend": None},
+    ]

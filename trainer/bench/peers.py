@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from patches.ddp_buffer_backup import RegionFor
 from trainer.config.roles import role_spec, trained_role
 from trainer.config.schema import Config
 from trainer.megatron import optimizer as optimizers
@@ -42,7 +43,7 @@ class _Peer:
 
     optimizer: Any
 
-    def __init__(self, name: str, config: Config, *, parts: Parts, owner: AbstractContextManager[None]) -> None:
+    def __init__(self, name: str, config: Config, *, parts: Parts, region_for: RegionFor | None = None) -> None:
         self.name, self._config, self._parts = name, trained_role(config, name), parts
         gpts = build_chunks(
             self._config.model,
@@ -53,7 +54,7 @@ class _Peer:
         )
         grad, param = (bool(parts.plan.row(name, kind).flag) for kind in ("grad", "param"))
         self.chunks: list[Any] = [
-            wrap_ddp(gpt, self._config.ddp, disable_grad_backup=grad, disable_param_backup=param, owner=owner)
+            wrap_ddp(gpt, self._config.ddp, disable_grad_backup=grad, disable_param_backup=param, region_for=region_for)
             for gpt in gpts
         ]
 
@@ -75,7 +76,7 @@ class MegatronOffload(_Peer):
     """DDP buffers through ``_ParamAndGradBuffer.offload_to_cpu``, the state through ``optimizer.offload_to_cpu``."""
 
     def __init__(self, name: str, config: Config, *, parts: Parts) -> None:
-        super().__init__(name, config, parts=parts, owner=nullcontext())
+        super().__init__(name, config, parts=parts)
         self.optimizer = optimizers.megatron_optimizer(self.chunks, self._config)
         self._buffers = [b for chunk in self.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
 
@@ -106,7 +107,7 @@ class SlimeLike(_Peer):
 
     def __init__(self, name: str, config: Config, *, parts: Parts) -> None:
         self._regions = RoleRegions(name, plan=parts.plan, saver=parts.saver, observer=parts.observer)
-        super().__init__(name, config, parts=parts, owner=self._regions.ddp_buffers())
+        super().__init__(name, config, parts=parts, region_for=self._regions.of_ddp_buffer)
         move_rest(self.chunks, self._regions.region("rest"))
         with self._regions.optimizer_region(0):
             self.optimizer = optimizers.megatron_optimizer(self.chunks, self._config)

@@ -26,6 +26,7 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from patches.ddp_buffer_backup import RegionFor
 from trainer.common.seeds import seed_for
 from trainer.config.hf_architecture import rope_parameters
 from trainer.config.schema import DdpConfig, ModelConfig, ParallelConfig
@@ -215,9 +216,10 @@ def wrap_ddp(
     *,
     disable_grad_backup: bool,
     disable_param_backup: bool,
-    owner: AbstractContextManager[None],
+    region_for: RegionFor | None,
 ) -> DistributedDataParallel:
-    """Wrap ``gpt`` in Megatron's DDP, its buffers built under ``owner`` (see ``patches.buffer_owner``)."""
+    """Wrap ``gpt`` in Megatron's DDP. ``region_for``: kind of a buffer and whether it has a backup -> its region (see
+    ``patches.ddp_buffer_backup``)."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=ddp.use_distributed_optimizer,
@@ -225,12 +227,14 @@ def wrap_ddp(
         overlap_param_gather=ddp.overlap_param_gather,
         nccl_ub=ddp.nccl_ub,
     )
-    flags = {
-        "disable_grad_buffers_cpu_backup": disable_grad_backup,
-        "disable_param_buffers_cpu_backup": disable_param_backup,
-    }
-    with owner:
-        chunk = DistributedDataParallel(gpt.config, settings, gpt, **flags)  # type: ignore[call-arg]
+    chunk = DistributedDataParallel(
+        gpt.config,
+        settings,
+        gpt,
+        disable_grad_buffers_cpu_backup=disable_grad_backup,  # type: ignore[call-arg]
+        disable_param_buffers_cpu_backup=disable_param_backup,  # type: ignore[call-arg]
+        region_for=region_for,  # type: ignore[call-arg]
+    )
     gpt.config.finalize_model_grads_func = finalize_model_grads
     if ddp.overlap_grad_reduce:
         earlier = gpt.config.no_sync_func or []

@@ -30,7 +30,7 @@ def set_up(config: Config) -> list[str]:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     names = ["ddp_buffer_backup", "fused_adamw", "one_rank_groups", "reloadable_groups"]
     if config.platform.name == "cpu":
-        names = ["cpu_platform", *names, "cpu_saver"]
+        names += ["cpu_platform", "cpu_saver"]
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns that there is no CUDA runtime
         # torch's flash kernel for CPUs takes 40 times longer than the plain one in bf16 backward passes.
         torch.backends.cuda.enable_flash_sdp(False)

@@ -43,9 +43,10 @@ class RoleRegions:
         self._tags["optim"].append(tag)
         return self._saver.region(tag, backup=row.saver_backup)
 
-    def ddp_buffers(self) -> AbstractContextManager[None]:
-        """Build Megatron's DDP inside."""
-        return self._saver.buffers_of(self._role)
+    def of_ddp_buffer(self, kind: str, backup: bool) -> AbstractContextManager[None]:
+        """Where Megatron's DDP allocates its buffers of ``kind``: ``region_for`` of :mod:`patches.ddp_buffer_backup`,
+        which gets the plan's flags and says whether there is a backup."""
+        return self._saver.region(self._rows[kind].tag, backup=backup)
 
     def keep_optimizer_state(
         self,

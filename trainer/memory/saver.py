@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import patches
-from patches.ddp_buffer_backup import buffer_owner
 from trainer.config.schema import Config
 
 
@@ -35,10 +34,6 @@ class Saver(Protocol):
 
     def region(self, tag: str, *, backup: bool) -> AbstractContextManager[None]:
         """Allocate inside: the memory belongs to ``tag``; with ``backup`` its bytes survive a sleep."""
-        ...
-
-    def buffers_of(self, role: str) -> AbstractContextManager[None]:
-        """Build Megatron's DDP inside: its buffers go to ``<role>/param`` and ``<role>/grad``."""
         ...
 
     def wait_for_device(self) -> None:
@@ -70,9 +65,6 @@ class NullSaver:
     keeps_host_buffers = False
 
     def region(self, tag: str, *, backup: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def buffers_of(self, role: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def wait_for_device(self) -> None:
@@ -123,10 +115,6 @@ class MemorySaver:
         self._asleep[tag] = False
         backend = self._backend if backup else None
         return self._tms.region(tag=tag, enable_cpu_backup=backup, cpu_backup_backend=backend)
-
-    def buffers_of(self, role: str) -> AbstractContextManager[None]:
-        self._asleep[f"{role}/param"] = self._asleep[f"{role}/grad"] = False
-        return buffer_owner(role)
 
     def is_asleep(self, tag: str) -> bool:
         return self._asleep.get(tag, False)

@@ -97,8 +97,8 @@ class Role:
 
     def _wrap(self, gpt: GPTModel, ddp: DdpConfig) -> DistributedDataParallel:
         grad, param = (bool(self._plan.row(self.name, kind).flag) for kind in ("grad", "param"))
-        owner = self._regions.ddp_buffers()
-        return wrap_ddp(gpt, ddp, disable_grad_backup=grad, disable_param_backup=param, owner=owner)
+        region_for = self._regions.of_ddp_buffer
+        return wrap_ddp(gpt, ddp, disable_grad_backup=grad, disable_param_backup=param, region_for=region_for)
 
     def _rounding_seed(self, seed: int, piece: int) -> int:
         step, rank = optimizers.step_count(self.optimizer), distributed.get_rank()
