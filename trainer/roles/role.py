@@ -234,7 +234,7 @@ class Role:
         self.require(FORWARD)
         self._check_tag(tag)
         if tag == self.name and self._rebuilds and self._regions.keeper_of_sleeping_state is None:
-            self.require({"optim"})
+            self.wake_up(kinds={"optim"})  # the saver keeps it, and it is read
         self._backup_if_trained()
         self._switch_model(tag)
 
