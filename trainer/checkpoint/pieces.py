@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import ChunkStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from trainer.common.multiples import round_up
 from trainer.megatron.sharding import Sharding, Share, own_cut, sharding_of
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
@@ -105,7 +106,7 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectangl
         yield (), ()
         return
     row = math.prod(shape[1:])
-    whole_rows = (-(-start // row) * row, stop // row * row)
+    whole_rows = (round_up(start, row), stop // row * row)
     edges = {start, stop} if whole_rows[0] > whole_rows[1] else {start, *whole_rows, stop}
     for first, last in itertools.pairwise(sorted(edges)):
         index, within = divmod(first, row)

@@ -9,9 +9,14 @@ ALIGNMENT_BYTES = 64  # of tensors in one buffer: other offsets change the summa
 LENGTH_MULTIPLE = 8  # columns of a batch are a multiple of it: fewer shapes for kernels and allocators
 
 
+def divide_up(value: int, unit: int) -> int:
+    """How many ``unit`` it takes to hold ``value``."""
+    return -(-value // unit)
+
+
 def round_up(value: int, unit: int) -> int:
     """The smallest multiple of ``unit`` that is not below ``value``."""
-    return -(-value // unit) * unit
+    return divide_up(value, unit) * unit
 
 
 @cache

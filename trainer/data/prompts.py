@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from trainer.common.multiples import LENGTH_MULTIPLE, round_up
 from trainer.common.seeds import seed_for
 from trainer.config.schema import Config
 from trainer.data.batch import Sequences
@@ -16,8 +17,6 @@ from trainer.data.rewards import pay, verdict
 from trainer.data.selection import Selection, digest_of, drawn_positions, stand_in
 from trainer.megatron.groups import data_parallel_rank, data_parallel_size, max_over_ranks
 from trainer.tasks.base import Example, Task
-
-_LENGTH_MULTIPLE = 8
 
 
 class Prompts:
@@ -95,7 +94,7 @@ class Prompts:
         examples = self._draw("warm_up", step, self._config.algo.warmup_batch_size)
         questions, answers = self.encode(examples), self._answers(examples)
         longest = max_over_ranks(max(len(q) + len(a) for q, a in zip(questions, answers, strict=True)))
-        length = -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+        length = round_up(longest, LENGTH_MULTIPLE)
         tokens = torch.full((len(examples), length), self.tokenizer.pad_token_id)
         mask = torch.zeros(len(examples), length, dtype=torch.bool)
         for row, (question, answer) in enumerate(zip(questions, answers, strict=True)):

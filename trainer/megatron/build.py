@@ -27,6 +27,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from patches.ddp_buffer_backup import RegionFor
+from trainer.common.multiples import round_up
 from trainer.common.seeds import seed_for
 from trainer.config.hf_architecture import rope_parameters
 from trainer.config.schema import DdpConfig, ModelConfig, ParallelConfig
@@ -156,7 +157,7 @@ def _build_chunk(
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=_block_spec(model, layers=get_num_layers_to_build(config, vp_stage=stage)),  # type: ignore[arg-type]
-        vocab_size=math.ceil(vocab_size / tensor_parallel) * tensor_parallel,
+        vocab_size=round_up(vocab_size, tensor_parallel),
         max_sequence_length=model.max_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=is_last,

@@ -19,12 +19,13 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from trainer.common.multiples import ALIGNMENT_BYTES, round_up
 from trainer.config.roles import TrainedRole
 from trainer.megatron.param_shards import gather_params
 from trainer.megatron.sharding import Share
 from trainer.models.dtypes import DTYPES
 
-_ALIGNMENT_ELEMENTS = 16  # 64 bytes of fp32: other offsets change the bits of CPU kernels
+_ALIGNMENT_ELEMENTS = ALIGNMENT_BYTES // torch.float32.itemsize
 _STATE_KEYS = ("exp_avg", "exp_avg_sq")
 
 
@@ -190,7 +191,7 @@ def _packed(params: Sequence[torch.Tensor], *, piece_bytes: int) -> tuple[list[i
 
 
 def _aligned(param: torch.Tensor) -> int:
-    return math.ceil(param.numel() / _ALIGNMENT_ELEMENTS) * _ALIGNMENT_ELEMENTS
+    return round_up(param.numel(), _ALIGNMENT_ELEMENTS)
 
 
 def copy_main_to_model_params(optimizer: Any, chunks: list[Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from trainer.common.multiples import divide_up
 from trainer.megatron import moe
 from trainer.megatron.groups import from_stage, pipeline_group, pipeline_rank, tensor_parallel_group
 
@@ -40,7 +41,7 @@ class Sharding:
 
     def _share(self, ranks: int) -> int:
         """Length of a rank's part of one block, padding included."""
-        return -(-self.length // (self.blocks * ranks))
+        return divide_up(self.length, self.blocks * ranks)
 
     def part(self, whole: Tensor, *, rank: int, ranks: int) -> Tensor:
         """The part of rank ``rank``, a view where possible; rows beyond the whole tensor's are zero."""

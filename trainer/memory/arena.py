@@ -15,15 +15,15 @@ from contextlib import suppress
 
 import torch
 
+from trainer.common.multiples import ALIGNMENT_BYTES, round_up
 from trainer.config.schema import Config
 
-_ALIGNMENT_BYTES = 64
 _TOUCH_THREADS = 8
 _MADV_HUGEPAGE = 14  # Linux; the mmap module names it on some builds only
 
 
 def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return round_up(size_bytes, ALIGNMENT_BYTES)
 
 
 class HostArena:

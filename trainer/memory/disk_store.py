@@ -16,6 +16,7 @@ from queue import SimpleQueue
 
 import torch
 
+from trainer.common.multiples import round_up
 from trainer.memory.arena import HostArena
 from trainer.memory.keeper import Wait
 from trainer.plan.keepers import DISK_BUFFER_BYTES, DISK_BUFFERS
@@ -24,7 +25,7 @@ _SECTOR_BYTES = 4096  # direct I/O wants addresses, offsets and sizes that are m
 
 
 def round_up_to_sector(size_bytes: int) -> int:
-    return -(-size_bytes // _SECTOR_BYTES) * _SECTOR_BYTES
+    return round_up(size_bytes, _SECTOR_BYTES)
 
 
 class DiskStore:

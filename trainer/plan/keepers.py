@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.plan.layout import ALIGNMENT_BYTES, round_up
+from trainer.common.multiples import ALIGNMENT_BYTES, round_up
 
 OWN_KEEPERS = ("arena", "disk", "packed")  # ours; the other keeper is the saver
 DISK_BUFFER_BYTES = 16 * 2**20

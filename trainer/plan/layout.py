@@ -12,19 +12,15 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from trainer.common.multiples import ALIGNMENT_BYTES, divide_up, round_up
 from trainer.config.schema import DdpConfig, ModelConfig, ParallelConfig
 
 ITEM_BYTES = {"bf16": 2, "fp32": 4}
-ALIGNMENT_BYTES = 64  # of every tensor in an arena and every view in the flat optimizer state
 
 WHOLE = ParallelConfig(tp=1, pp=1, vpp=1, cp=1, expert=1)  # one rank has it all
 
 _PARAM_START_ELEMENTS = 64  # Megatron's, with the distributed optimizer
 _BUCKET_END_ELEMENTS = 128
-
-
-def round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
 
 
 @dataclass(frozen=True)
@@ -130,7 +126,7 @@ class BufferLayout:
             share = (bucket_end - bucket_start) // data_parallel
             while span is not None and span[0] < bucket_end:
                 start, end = (position - bucket_start for position in span)
-                for rank in range(start // share, -(-end // share)):
+                for rank in range(start // share, divide_up(end, share)):
                     pieces[rank].append(min(end, (rank + 1) * share) - max(start, rank * share))
                 span = next(spans, None)
         return pieces

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.initialization import no_init_weights
 
 from patches.reloadable_groups import destroyed as process_groups_destroyed
+from trainer.common.multiples import LENGTH_MULTIPLE, round_up
 from trainer.common.seeds import seed_for
 from trainer.config.schema import ModelConfig, RolloutConfig
 from trainer.memory.regions import MemoryObserver
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _TAG = "engine/weights"
-_LENGTH_MULTIPLE = 8
 
 
 class HfEngine:
@@ -180,7 +180,7 @@ class HfEngine:
             lengths, is_stopped = at_stop.where(at_stop > 0, lengths), is_stopped | (at_stop > 0)
         limit = self._rollout.max_prompt_tokens + self._rollout.max_new_tokens
         longest = int((width - padding + lengths).max())
-        columns = min(-(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, limit)
+        columns = min(round_up(longest, LENGTH_MULTIPLE), limit)
         # source[i, t]: where the token of column t lies in the left-padded sequences, past their end for padding.
         source = torch.arange(columns, device=device) + padding[:, None]
         response_mask = (source >= width) & (source < width + lengths[:, None])

@@ -16,12 +16,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from trainer.common.multiples import LENGTH_MULTIPLE, round_up
 from trainer.config.schema import Config
 from trainer.data.batch import Sequences, SequencesT
 from trainer.megatron.groups import max_over_ranks
 from trainer.models.flops import break_even_length
-
-_LENGTH_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
@@ -169,4 +168,4 @@ def _padded_tokens(lengths: Sequence[int], group: list[int]) -> int:
 
 
 def _padded(length: int) -> int:
-    return max(1, -(-length // _LENGTH_MULTIPLE)) * _LENGTH_MULTIPLE
+    return round_up(max(1, length), LENGTH_MULTIPLE)

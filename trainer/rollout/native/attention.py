@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trainer.common.multiples import divide_up
 from trainer.rollout.native.cache import has_block_tables
 
 
@@ -83,7 +84,7 @@ class Products:
 
     def of_rows(self, query: Tensor, cache: Tensor, rows: Rows) -> Tensor:
         n, (_, page_tokens, groups, _, size) = len(query), cache.shape
-        pages = rows.pages[:, : -(-rows.longest // page_tokens)]
+        pages = rows.pages[:, : divide_up(rows.longest, page_tokens)]
         held = cache[pages].flatten(1, 2)[:, : rows.longest].permute(3, 0, 2, 1, 4).float()  # [2, n, g, keys, d]
         scores = query.view(n, groups, -1, size).float() @ held[0].transpose(-1, -2) * size**-0.5
         is_hidden = torch.arange(scores.shape[-1], device=query.device) >= rows.used[:, None]

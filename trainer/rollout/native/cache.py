@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 
+from trainer.common.multiples import divide_up, round_up
 from trainer.config.schema import Config, ModelConfig
 from trainer.plan.holdings import ENGINE, EngineBytes, Holding
 from trainer.plan.layout import ITEM_BYTES
@@ -39,7 +40,7 @@ class KvCache:
 
     @property
     def pages_per_row(self) -> int:
-        return -(-self.row_tokens // self.page_tokens)
+        return divide_up(self.row_tokens, self.page_tokens)
 
     @property
     def size_bytes(self) -> int:
@@ -93,7 +94,7 @@ def cache_of(
     """
     tp, pp = ranks
     token_bytes = model.layers // pp * (model.kv_heads // tp) * 2 * model.head_dim * ITEM_BYTES[model.dtype]
-    pages_per_row = -(-row_tokens // page_tokens)
+    pages_per_row = divide_up(row_tokens, page_tokens)
     if cache_bytes is not None:
         held = cache_bytes // (page_tokens * token_bytes) - 1
         if held < pages_per_row:
@@ -119,7 +120,7 @@ def page_tokens(*, cuda: bool, dtype: str, row_tokens: int) -> int:
     """Tokens of one page, as the attention wants it that :mod:`trainer.rollout.native.attention` chooses."""
     if not cuda or dtype != "bf16":
         return _PRODUCT_PAGE_TOKENS
-    return _FLASH_PAGE_TOKENS if has_block_tables() else -(-row_tokens // _PRODUCT_PAGE_TOKENS) * _PRODUCT_PAGE_TOKENS
+    return _FLASH_PAGE_TOKENS if has_block_tables() else round_up(row_tokens, _PRODUCT_PAGE_TOKENS)
 
 
 def has_block_tables() -> bool:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.common.multiples import LENGTH_MULTIPLE, round_up
 from trainer.rollout.base import Responses, decoded
-
-_LENGTH_MULTIPLE = 8
 
 
 class Results:
@@ -49,7 +48,7 @@ class Results:
         device = self.tokens.device
         prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
         longest = max((prompt_lengths + self._lengths).tolist(), default=0)
-        columns = min(-(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, limit)
+        columns = min(round_up(longest, LENGTH_MULTIPLE), limit)
         tokens = torch.full((len(prompts), columns), pad)
         position = torch.arange(columns)
         is_prompt = position < prompt_lengths[:, None]

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from trainer.common.multiples import divide_up
 from trainer.rollout.native.cache import KvCache
 from trainer.rollout.native.slots import Entry
 
@@ -80,7 +81,7 @@ class Scheduler:
         """(pages that rows of one prompt share, pages of each of them alone)."""
         page_tokens = self.cache.page_tokens
         shared = prompt_tokens // page_tokens
-        return shared, -(-(prompt_tokens + self.cache.response_tokens) // page_tokens) - shared
+        return shared, divide_up(prompt_tokens + self.cache.response_tokens, page_tokens) - shared
 
     def enter(self, *, most_tokens: int) -> tuple[list[Sequence[int]], list[Entry]]:
         """Prompts that can be computed now, ``most_tokens`` together unless one alone has more, and their rows."""
