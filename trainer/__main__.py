@@ -14,6 +14,7 @@ import hydra
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.command import jobs
+from trainer.command.arguments import refuse_bad_overrides
 from trainer.command.hydra_job import JobError, hydra_job
 from trainer.common.terminal import new_console
 from trainer.config import compose as configuration
@@ -46,6 +47,7 @@ def _compare(sweep: Path) -> None:
 
 def main() -> None:
     """Entry point of ``python -m trainer`` and of the console script ``torpor``."""
+    refuse_bad_overrides()
     configuration.register()
     try:
         hydra.main(config_path="pkg://conf", config_name="train", version_base="1.3")(hydra_job)()

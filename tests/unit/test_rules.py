@@ -353,6 +353,27 @@ def test_a_section_that_holds_null_can_be_given_on_the_command_line():
     )
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["roles=${seed}"], "roles=1: must be a section with settings"),
+        (["roles.critic=${seed}"], "roles.critic=1: must be a section with settings"),
+        (["diagnostics.profile_steps=${roles}"], "diagnostics.profile_steps"),
+        (["roles.critic.model.rope_scaling=[1]"], "roles.critic.model.rope_scaling=[1]: Invalid type"),
+        ([f"model.path={'x' * 5000}"], "model.path=xxx"),
+        ([f"tokenizer.path={'x' * 5000}"], "tokenizer.path=xxx"),
+        (["memory=disk", f"memory.disk.path={'x' * 5000}"], "memory.actor.optim_keeper=disk with memory.disk.path=xxx"),
+        (["task=jsonl", f"task.path={'x' * 5000}"], "task.path=xxx"),
+        (
+            ["task=reasoning_gym", "task.dataset=chain_sum", "task.train_size=10000000000"],
+            "task.train_size=10000000000:",
+        ),
+    ],
+)
+def test_values_that_are_no_setting_at_all_are_named(overrides, message):
+    assert error_of(*overrides).startswith(message)
+
+
 def test_unknown_words_in_a_section_that_may_be_null_are_refused():
     with pytest.raises(OmegaConfBaseException, match="wavelength"):
         config_of("model.rope_scaling={wavelength: 8}")

@@ -235,6 +235,13 @@ def test_reasoning_gym_too_few_questions():
         _ = load("chain_sum", heldout_size=300).heldout
 
 
+def test_reasoning_gym_gives_up_on_a_question_that_does_not_come():
+    """Of 200 questions 100,000 cannot be held out; 400,000 draws would take a minute to find that."""
+    task = load("chain_sum", heldout_size=100_000)
+    with pytest.raises(ValueError, match=r"has about (1\d\d|200) different questions, too few"):
+        _ = task.heldout
+
+
 def test_reasoning_gym_missing_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ImportError, match=r"pip install 'torpor\[tasks\]'"):

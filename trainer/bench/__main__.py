@@ -19,6 +19,7 @@ from trainer.bench import cases, launching, measure
 from trainer.bench.cases import CASES, BenchConfig, BenchRoot, Case, CaseJob
 from trainer.bench.launching import run_job, run_workers
 from trainer.bench.table import NEEDS_GPU, bench_table, document, plan_comparison, summarize
+from trainer.command.arguments import refuse_bad_overrides
 from trainer.common.json_files import TEXT
 from trainer.config import compose as configuration
 from trainer.config.identity import config_hash
@@ -95,6 +96,7 @@ def _hydra_job(composed: DictConfig) -> None:
 
 
 def main() -> None:
+    refuse_bad_overrides()
     configuration.register()
     ConfigStore.instance().store(name="bench_schema", node=BenchRoot)
     _hydra_job()

@@ -181,13 +181,13 @@ def differences(saved: Mapping[str, Any], given: Mapping[str, Any], prefix: str 
 
 def _named(path: Path) -> Path:
     """The checkpoint that a path given by the user means."""
-    if (path / FOLDER).is_dir():
+    if os.path.isdir(path / FOLDER):  # which takes any text, as Path does not
         found = latest(path)
         if found is not None:
             return found
-    elif path.parent.name == FOLDER and path.name in (_LATEST, _BEST) and path.is_file():
+    elif path.parent.name == FOLDER and path.name in (_LATEST, _BEST) and os.path.isfile(path):
         return path.parent / path.read_text().strip()
-    elif path.parent.name == FOLDER and path.is_dir():
+    elif path.parent.name == FOLDER and os.path.isdir(path):
         return path
     raise ValueError(
         f"resume={path}: no checkpoint there. Give a run directory with {FOLDER}/{_LATEST}, or one of its "

@@ -6,6 +6,7 @@ Everything else works with the dataclasses of :mod:`trainer.config.schema` and n
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from trainer.algo.estimators import AdvantageEstimator
 from trainer.common.imports import import_named
@@ -59,6 +61,7 @@ def to_config(composed: DictConfig) -> Config:
         omegaconf.errors.OmegaConfBaseException: an unknown key or a value of the wrong type.
         ValueError: a rule of :mod:`trainer.config.rules` is broken; names the values and the override to change.
     """
+    _check_sections(composed)
     _check_whole_roles(composed)
     _check_model_folders(composed)
     _require_values(composed)
@@ -70,7 +73,7 @@ def to_config(composed: DictConfig) -> Config:
     for model in (values["model"], *(role["model"] for role in values["roles"].values())):
         if model["kernels"] == "auto":
             model["kernels"] = default_kernels(values["platform"]["name"])
-    typed = OmegaConf.merge(OmegaConf.structured(Config), values)
+    typed = _merged(values)
     _require_values(typed)  # also those of sections that have no type until now
     explicit = frozenset(_explicit_flags(composed))
     config = OmegaConf.to_object(typed)
@@ -79,11 +82,43 @@ def to_config(composed: DictConfig) -> Config:
     return config
 
 
+def _merged(values: dict[Any, Any]) -> DictConfig | ListConfig:
+    """``values`` with the schema's types."""
+    try:
+        return OmegaConf.merge(OmegaConf.structured(Config), values)
+    except OmegaConfBaseException as error:
+        if error.full_key:
+            raise
+        key, value = _refused_part(values)
+        raise ValueError(f"{key}={value}: {str(error).splitlines()[0]}") from error
+
+
+def _refused_part(values: Any, path: tuple[str, ...] = ()) -> tuple[str, Any]:
+    """(key, value) of the smallest part that omegaconf cannot merge and does not name, a mapping for a list."""
+    for key, value in values.items() if isinstance(values, dict) else ():
+        alone = functools.reduce(lambda inner, name: {name: inner}, reversed((*path, key)), value)
+        try:
+            OmegaConf.merge(OmegaConf.structured(Config), alone)
+        except OmegaConfBaseException:
+            return _refused_part(value, (*path, key))
+    return ".".join(path), values
+
+
 def _require_values(settings: DictConfig | ListConfig) -> None:
     missing = sorted(OmegaConf.missing_keys(settings))
     if missing:
         examples = " ".join(f"{key}=..." for key in missing)
         raise ValueError(f"no value given for {', '.join(missing)}: add {examples} to the command")
+
+
+def _check_sections(composed: DictConfig) -> None:
+    """What omegaconf does not hold to its type, because its keys are anybody's, holds settings."""
+    found = {name: composed[name] for name in ("roles", "memory", "task", "advantages")}
+    roles = found["roles"]
+    found |= {f"roles.{role}": roles[role] for role in roles} if isinstance(roles, DictConfig) else {}
+    for name, section in found.items():
+        if not isinstance(section, DictConfig):
+            raise ValueError(f"{name}={section}: must be a section with settings, {name}.<setting>=<value>")
 
 
 def _check_whole_roles(composed: DictConfig) -> None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def architecture_of(folder: str) -> dict[str, Any]:
             names it.
     """
     file = Path(folder, "config.json")
-    if not file.is_file():
+    if not os.path.isfile(file):  # which takes any text, as Path does not
         raise ValueError(
             f"model.path={folder} holds no config.json (relative paths start at the directory of the command): "
             "give a folder with a Hugging Face model (config.json, *.safetensors, tokenizer files)"

@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
+from trainer.command.arguments import refuse_bad_overrides
 from trainer.common.limits import Limits, check_value
 from trainer.common.terminal import new_console
 from trainer.common.units import byte_unit
@@ -192,6 +193,7 @@ def _temporary_directory() -> str:
 
 
 def main() -> None:
+    refuse_bad_overrides()
     configuration.register()
     ConfigStore.instance().store(name="plan_schema", node=PlanRoot)
     OmegaConf.register_new_resolver("temporary_directory", _temporary_directory, replace=True)

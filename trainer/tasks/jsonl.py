@@ -8,11 +8,11 @@ from __future__ import annotations
 import codecs
 import json
 import logging
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Optional
 
 from trainer.common.json_files import parse_json
@@ -61,9 +61,9 @@ class JsonlTask(Task):
         for key, path in (("path", self.path), ("heldout_path", self.heldout_path)):
             if path is None:
                 continue
-            if not Path(path).is_file():
+            if not os.path.isfile(path):  # which takes any text, as Path does not
                 raise ValueError(
-                    f"task.{key}={path} is no file ({Path(path).resolve()}): give a file with task.{key}=..."
+                    f"task.{key}={path} is no file ({os.path.abspath(path)}): give a file with task.{key}=..."
                 )
             next(self._read(path), None)
         if self.heldout_path is None:

@@ -14,8 +14,9 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from trainer.common.limits import Limits
 from trainer.tasks.base import Example, Task
 from trainer.tasks.verifiers import VERIFIERS, resolve_verifier, verify
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 OWN_SCORER = "dataset"
 _RESERVED_ARGUMENTS = ("seed", "size")
 _HELDOUT_DRAWS = 4  # per held-out example, to find different questions
+_PATIENCE = 1000  # draws without a new question, after which there is none: of n questions one in e^10 is missed
 _PROBES = 8
 _JUNK = ("", "junk", "nan")
 
@@ -67,10 +69,10 @@ class ReasoningGymTask(Task):
 
     dataset: str
     arguments: dict[str, Any]
-    train_size: int
-    heldout_size: int
+    train_size: Annotated[int, Limits(1, 1_000_000_000)]
+    heldout_size: Annotated[int, Limits(1, 100_000)]
     verifier: str
-    threshold: float
+    threshold: Annotated[float, Limits(0, 1)]
     seed: int
 
     @cached_property
@@ -81,12 +83,15 @@ class ReasoningGymTask(Task):
     @cached_property
     def heldout(self) -> tuple[Example, ...]:
         examples: dict[str, Example] = {}
-        drawn = self._datasets["heldout"]
+        drawn, newest = self._datasets["heldout"], 0
         for index in range(len(drawn)):
             example = _example(drawn[index])
+            newest = newest if example.question in examples else index
             examples.setdefault(example.question, example)
             if len(examples) == self.heldout_size:
                 return tuple(examples.values())
+            if index - newest > max(_PATIENCE, 10 * len(examples)):
+                break
         raise ValueError(
             f"{self.dataset} with task.arguments={self.arguments} has about {len(examples)} different "
             f"questions, too few for task.heldout_size={self.heldout_size}: "

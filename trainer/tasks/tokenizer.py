@@ -7,6 +7,7 @@ no special tokens by itself and reads none out of text: ``<eos>`` in a question 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,9 +108,9 @@ def _train(corpus: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast
 def _load(path: str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if not Path(path).is_dir():
+    if not os.path.isdir(path):
         raise ValueError(
-            f"tokenizer.path={path} is no folder ({Path(path).resolve()}): give one with tokenizer.path=..."
+            f"tokenizer.path={path} is no folder ({os.path.abspath(path)}): give one with tokenizer.path=..."
         )
     for name in _FILES:
         if (file := Path(path, name)).exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 
@@ -127,7 +128,7 @@ def check_disk(config: Config) -> None:
     given = f"memory.{users[0]}.optim_keeper=disk with memory.disk.path={'null' if path is None else path}"
     if path is None:
         raise ValueError(f"{given}: give it a folder on a local disk, e.g. memory.disk.path=/mnt/nvme")
-    if not Path(path).is_dir():
+    if not os.path.isdir(path):  # which takes any text, as Path does not
         raise ValueError(f"{given}: there is no such folder. Use one on a local disk, e.g. memory.disk.path=/mnt/nvme")
     if filesystem_of(Path(path)) in _IN_HOST_MEMORY:
         raise ValueError(
