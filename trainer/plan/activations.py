@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainer.common.multiples import divide_up
 from trainer.config.roles import role_spec
 from trainer.config.schema import Config, ModelConfig
 from trainer.plan.layout import ITEM_BYTES
@@ -126,7 +127,7 @@ def _head_bytes(config: Config, role: str, tokens: int, vocab_size: int) -> int:
     if role_spec(config, role).has_value_head:
         return 0
     model, tp = config.roles[role].model, config.parallel.tp
-    rows = -(-model.embedding_rows(vocab_size) // tp)
+    rows = divide_up(model.embedding_rows(vocab_size), tp)
     logits, chunk = tokens * rows * _LOGIT_BYTES, _CHUNK_BYTES[model.kernels]
     item = ITEM_BYTES[model.dtype]
     weight = rows * model.hidden_size * (item if logits <= chunk else 4 + item)

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trainer.common.multiples import LENGTH_MULTIPLE, round_up
+from trainer.common.multiples import LENGTH_MULTIPLE, divide_up, round_up
 from trainer.config.schema import Config
 from trainer.data.batch import Sequences, SequencesT
 from trainer.megatron.groups import max_over_ranks
@@ -99,7 +99,7 @@ def _groups(lengths: Sequence[int], split: Split, *, token_budget: int) -> list[
 def pack(lengths: Sequence[int], *, token_budget: int, break_even: float) -> list[list[int]]:
     """Row numbers in few groups of about the same cost, at most ``token_budget`` tokens each (or one longer sequence),
     the group with most tokens first."""
-    count = min(len(lengths), max(1, -(-sum(lengths) // token_budget)))
+    count = min(len(lengths), max(1, divide_up(sum(lengths), token_budget)))
     while True:
         groups = _balanced(lengths, count, token_budget=token_budget, break_even=break_even)
         if groups is not None:
