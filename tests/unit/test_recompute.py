@@ -14,6 +14,8 @@ from tests.helpers.roles import (
     small_config,
 )
 from tests.helpers.tensor_memory import TensorMemory
+from trainer import loop, worker
+from trainer.measure.phases import Phases
 from trainer.plan import activations
 from trainer.plan.fit import check_fits
 from trainer.plan.micro_batch import with_micro_batch_tokens, with_tokens
@@ -173,3 +175,13 @@ def test_every_pipeline_stage_and_tensor_parallel_rank_has_its_part():
     first, last = (bytes_of("parallel.pp=2", "launch.nproc=2", stage=stage) for stage in (0, 1))
     assert last == pytest.approx(whole / 2, rel=0.1)
     assert first == pytest.approx(whole, rel=0.1)  # two micro-batches of half of the layers
+
+
+def test_a_worker_works_with_the_number_that_fits():
+    config = small_config("algo.micro_batch_tokens=auto", "launch.gpu_memory_gib=1")
+    run = worker.build(config, Phases(lambda record: None, gpu=False))
+    assert run.config.algo.micro_batch_tokens == 8 * (32 + 4)  # all of a minibatch
+    loop.warm_up(run, loop.Outputs(None, None, None))
+    experience = loop.collect(run, 1, kl_coef=0.01)
+    assert experience.old_log_probs is not None
+    assert (experience.old_log_probs[experience.response_mask] < 0).all()

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 
@@ -23,12 +24,14 @@ from trainer.report import (
     Progress,
     RunRecords,
     Table,
+    figures,
     final_tables,
     open_loggers,
     plan_table,
     read_records,
     write_report,
 )
+from trainer.report.drawing import png_of
 from trainer.report.memory import timeline
 
 MIB, GIB = 2**20, 2**30
@@ -191,6 +194,29 @@ def test_progress_without_a_critic_has_no_column_for_its_loss() -> None:
     header, first = output.getvalue().splitlines()
     assert " ".join(header.split()) == "step reward KL entropy s/step tok/s host RSS asleep backup"
     assert len(first.split()) == len(header.split()) - 1 + 3  # "host RSS" is one column; three sizes have units
+
+
+def test_without_a_reference_there_is_no_column_and_no_figure_of_the_kl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = io.StringIO()
+    records = [{**metrics_record(step), "actor/grad_norm": 0.5 / step} for step in (1, 2, 3)]
+    for record in records:
+        del record["kl"]
+    with Progress(120, console=Console(file=output, width=40, _environ={})) as progress:
+        progress.step(records[0])
+    header = output.getvalue().splitlines()[0]
+    assert " ".join(header.split()) == "step reward value loss entropy s/step tok/s host RSS asleep backup"
+    titles: list[str] = []
+    monkeypatch.setattr(figures, "png_of", lambda figure: b"".join(_noted(titles, figure)))
+    assert figures.draw_training(records, tmp_path / "training.png")
+    assert "Gradient norm of the actor" in titles
+    assert "KL to the reference" not in titles
+
+
+def _noted(titles: list[str], figure: Figure) -> list[bytes]:
+    titles += [axes.get_title(loc="left") for axes in figure.axes]
+    return [png_of(figure)]
 
 
 def test_progress_on_a_terminal_shows_the_latest_steps_over_a_bar() -> None:
