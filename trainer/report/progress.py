@@ -56,8 +56,8 @@ class Progress:
     """Shows the warm-up and then the PPO steps; use it as a context manager, on rank 0 only.
 
     `tok/s` are the step's real tokens, all ranks together, `asleep` the bytes released by sleeping regions, `backup`
-    their copies on the host. Values that are missing or null show as "-". MFU, KL and the critic's loss have columns only
-    if the first step has them.
+    their copies on the host. Values that are missing or null show as "-". MFU, KL and the critic's loss have columns
+    only if the first step has them.
     """
 
     def __init__(self, steps: int, *, console: Console | None = None) -> None:
