@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +22,10 @@ from trainer.config.schema import Config
 from trainer.megatron import platform
 from trainer.plan import make_plan
 from trainer.plan.footprint import footprint, plan_rows
-from trainer.plan.holdings import arena_bytes
+from trainer.plan.holdings import ENGINE, arena_bytes
 from trainer.plan.micro_batch import with_micro_batch_tokens
+from trainer.plan.schedule_rows import default_rates, predicted_seconds, schedule_rows
+from trainer.plan.step_schedule import make_schedule, room_bytes
 from trainer.rollout.engines import make_engine, planned_bytes
 
 if TYPE_CHECKING:
@@ -29,6 +33,10 @@ if TYPE_CHECKING:
     from trainer.loop import Run as LoopRun
     from trainer.measure.phases import Phases
     from trainer.roles.role import Role
+
+
+def _discard(_: Any) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -65,11 +73,12 @@ def run(job: Job) -> dict[str, Any]:
             progress = Progress(job.config.algo.num_steps)
             outputs = Outputs(records, stack.enter_context(progress), log)
             write = records.memory
+        note = outputs.progress.note if outputs.progress else _discard
         phases = Phases(write, gpu=job.config.platform.name == "cuda")
         phases.ledger("baseline", step=done or 0)
         with phases.phase("build", step=done or 0):
-            parts = build(job.config, phases, selection=job.selection)
-        note = outputs.progress.note if outputs.progress else _discard
+            gpu_bytes = platform.device_memory_bytes(job.config)
+            parts = build(job.config, phases, selection=job.selection, note=note)
         note(
             f"kernels: {_of_roles(job.config, 'kernels')}; core attention: {_of_roles(job.config, 'attention_backend')}"
         )
@@ -96,9 +105,15 @@ def run(job: Job) -> dict[str, Any]:
             "patches": ", ".join(line.partition(":")[0] for line in patch_lines),
         }
         engine = planned_bytes(job.config, vocab_size=parts.vocab_size)
-        of_writer = footprint(job.config, vocab_size=parts.vocab_size, engine=engine, stage=0)
+        sizes = {"vocab_size": parts.vocab_size, "reported_gpu_bytes": gpu_bytes}
+        of_writer = footprint(job.config, engine=engine, stage=0, **sizes)
         try:
-            write_report(job.directory, config=to_plain(job.config), summary=summary, plan=plan_rows(of_writer))
+            followed, planned = parts.phases.turns.schedule, {}
+            if followed is not None:
+                seconds = predicted_seconds(followed, make_plan(job.config), **default_rates())
+                planned = {"schedule": schedule_rows(followed), "moving_seconds": seconds}
+            config = to_plain(job.config)
+            write_report(job.directory, config=config, summary=summary, plan=plan_rows(of_writer), **planned)
         except Exception as error:  # the job has finished all the same: its records are whole
             print(f"no report: {type(error).__name__}: {error}", file=sys.stderr)
     return result
@@ -165,10 +180,6 @@ def _questions(job: Job) -> str:
     return f"{job.selection.summary} (SHA-256 {job.selection.digest[:16]}, PYTHONHASHSEED={hash_seed})"
 
 
-def _discard(_: Any) -> None:
-    pass
-
-
 def _load(role: Role, folder: Path) -> None:
     """Give a role the weights of a model folder."""
     from trainer.models.hf_bridge import from_hf, has_value_head
@@ -183,8 +194,15 @@ def _load(role: Role, folder: Path) -> None:
     role.load_whole_weights(from_hf(state, model=role.config.model, value_head=role.spec.has_value_head))
 
 
-def build(config: Config, phases: Phases, *, selection: Selection | None = None) -> LoopRun:
-    """Task, tokenizer, roles and engine of one run, all asleep; the process groups must exist.
+def build(
+    config: Config,
+    phases: Phases,
+    *,
+    selection: Selection | None = None,
+    note: Callable[[str], None] = _discard,
+) -> LoopRun:
+    """Task, tokenizer, roles and engine of one run, asleep unless a schedule lets them stay awake; the process groups
+    must exist. ``note`` takes a line when the run has to depart from its schedule.
 
     Raises:
         ValueError: ranks hold different examples, or others than those of ``selection``.
@@ -194,23 +212,43 @@ def build(config: Config, phases: Phases, *, selection: Selection | None = None)
     from trainer.loop import Run
     from trainer.megatron.groups import pipeline_rank
     from trainer.memory.arena import HostArenas
-    from trainer.memory.saver import make_saver
+    from trainer.memory.saver import follow, make_saver
     from trainer.roles.role import Role
     from trainer.tasks.tokenizer import load_tokenizer, vocabulary_size
 
     task = make_task(config)
     tokenizer = load_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
     vocab_size = vocabulary_size(tokenizer)
-    config = with_micro_batch_tokens(config, vocab_size=vocab_size, engine=planned_bytes(config, vocab_size=vocab_size))
-    saver = make_saver(config)
-    plan = make_plan(config)
-    arenas = HostArenas.of(config)
-    arenas.reserve(arena_bytes(config, vocab_size=vocab_size, stage=pipeline_rank()))
+    engine_bytes = planned_bytes(config, vocab_size=vocab_size)
+    config = with_micro_batch_tokens(config, vocab_size=vocab_size, engine=engine_bytes)
+    saver, plan, stage = make_saver(config), make_plan(config), pipeline_rank()
+    planned = functools.partial(
+        make_schedule,
+        config,
+        vocab_size=vocab_size,
+        engine=engine_bytes,
+        room=room_bytes(config, platform.device_memory_bytes(config)),
+        stage=stage,
+    )
+    schedule = planned()
+    follow(
+        saver,
+        schedule,
+        replan=lambda reserves: planned(reserves=reserves),
+        corrects=config.offload.reserve_gib is None,
+        note=note,
+        ranks=config.world_size,
+    )
+    phases.turns = saver.turns
+    tags = schedule.resident_tags if schedule else ()
+    arenas = HostArenas.of(config, on_device=[f"weights/{tag}" for tag in tags])
+    arenas.reserve(arena_bytes(config, vocab_size=vocab_size, stage=stage, schedule=schedule))
     prompts = Prompts(config, task=task, tokenizer=tokenizer, selection=selection)
     prompts.require_same_everywhere()
     paths = starting_points(config)
     roles = {}
     for name in config.roles:
+        saver.turns.before_building(name)  # one at a time has to fit
         roles[name] = Role(
             name,
             config,
@@ -223,7 +261,8 @@ def build(config: Config, phases: Phases, *, selection: Selection | None = None)
         )
         if name in paths:
             _load(roles[name], Path(paths[name]))
-        roles[name].sleep()  # before the next one is built, so that one at a time has to fit
+        saver.turns.done(roles[name])
+    saver.turns.before_building(ENGINE)
     engine = make_engine(config, actor=roles["actor"], tokenizer=tokenizer, saver=saver, observer=phases.observe)
     return Run(
         config=config,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.composing import SMALL
-from tests.helpers.invariance import CASES, numbers, run_cases
+from tests.helpers.invariance import CASES, KEEPERS, numbers, run_cases, scheduled_cases
 from tests.helpers.recording import lasting
 from trainer.command.launch import WorkerError
 
@@ -77,6 +77,32 @@ def test_copies_that_come_as_late_as_they_may_change_nothing(tmp_path):
     results = run_cases(cases, nproc=1, log_dir=tmp_path, fault="late_copies")
     for name in cases:
         assert numbers(results[name]) == numbers(results["none"]), name
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_whatever_the_schedule_lets_sleep_nothing_changes(nproc, tmp_path):
+    cases = scheduled_cases(nproc=nproc)
+    results = run_cases(cases | {"none": CASES["none"]}, nproc=nproc, log_dir=tmp_path)
+    for name, overrides in cases.items():
+        room_bytes = float(overrides[-1].partition("=")[2]) * 2**30
+        assert numbers(results[name]) == numbers(results["none"]), name
+        assert 0 < results[name]["held_bytes"] <= room_bytes, name
+        assert results[name]["notes"] == [], name
+    for keeper in KEEPERS:
+        moving = {name: set(found["moving_phases"]) for name, found in results.items() if name.startswith(keeper)}
+        assert moving[f"{keeper}, room for everything"] <= {"ref_log_probs", "log_probs"}, "it switches weights alone"
+        phases = {"rollout", "ref_log_probs", "log_probs", "values", "train_critic", "train_actor"}
+        assert phases <= moving[f"{keeper}, room for the largest phase"]
+
+
+def test_a_pass_without_memory_is_repeated_once_others_have_made_room(tmp_path):
+    cases = {name: case for name, case in scheduled_cases(nproc=1).items() if "everything" in name}
+    base = run_cases({"none": CASES["none"]}, nproc=1, log_dir=tmp_path / "none")["none"]
+    for name, found in run_cases(cases, nproc=1, log_dir=tmp_path / "auto", fault="out_of_memory").items():
+        assert numbers(found) == numbers(base), name
+        said = [note.partition(" ran out of GPU memory: ")[::2] for note in found["notes"]]
+        assert [phase for phase, _ in said] == ["the phase values", "the phase train_critic"], name
+        assert all(what.startswith("actor/optim") and what.endswith("is repeated") for _, what in said)
 
 
 POISONED = {

@@ -12,7 +12,7 @@ from tests.helpers.commands import SHORT, Done, torpor
 ROOT = Path(__file__).parents[2]
 LLAMA_70B = (
     *("model.layers=80", "model.hidden_size=8192", "model.ffn_size=28672", "model.heads=64", "model.kv_heads=8"),
-    *("launch.nproc=8", "platform=cuda", "plan.vocab_size=128256", "algo.micro_batch_size=8"),
+    *("launch.nproc=8", "platform=cuda", "offload=train", "plan.vocab_size=128256", "algo.micro_batch_size=8"),
 )
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.helpers.composing import SMALL, config_of
+from tests.helpers.composing import SMALL, config_of, footprint_of
 from tests.helpers.invariance_worker import run_matrix
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
@@ -21,6 +21,32 @@ CASES = {
     "packed": ("memory=packed", "memory.piece_mib=0.125"),
     "disk": ("memory=disk", f"memory.disk.path={Path(__file__).parent}", "memory.piece_mib=0.125"),
 }
+
+
+KEEPERS = ("lean", "rebuild", "packed", "disk")
+VOCABULARY = 320
+
+
+def scheduled_cases(*, nproc):
+    """Name -> overrides of ``offload=auto`` for each of ``KEEPERS``: with room for everything, for one role that trains
+    and the engine, and for the largest phase alone."""
+    return {
+        f"{keeper}, room for {name}": (*CASES[keeper], "offload=auto", f"launch.gpu_memory_gib={size_bytes / 2**30!r}")
+        for keeper in KEEPERS
+        for name, size_bytes in _rooms(CASES[keeper], nproc=nproc).items()
+    }
+
+
+def _rooms(overrides, *, nproc):
+    config = config_of(*SMALL, *overrides, f"launch.nproc={nproc}")
+    holdings = footprint_of(config, vocab_size=VOCABULARY).holdings
+    size = {role: sum(h.train_bytes for h in holdings if h.role == role) for role in ("actor", "critic", "engine")}
+    tags = sum(h.host_awake_bytes for h in holdings if h.kind == "weights/ref") * 2
+    return {
+        "everything": sum(size.values()) + tags,
+        "a role and the engine": max(size["actor"], size["critic"]) + size["engine"],
+        "the largest phase": max(size["actor"], size["critic"]),
+    }
 
 
 def run_cases(cases, *, nproc, log_dir, extra=(), fault=None):

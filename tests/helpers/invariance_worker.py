@@ -50,12 +50,36 @@ def run_one(config: Config) -> dict[str, Any]:
 
     outputs, records = recorded()
     events: list[dict[str, Any]] = []
-    run = worker.build(config, Phases(events.append, gpu=False))
+    notes: list[str] = []
+    run = worker.build(config, Phases(events.append, gpu=False), note=notes.append)
+    held = _held_at_most(run.phases.turns)
     loop.train(run, outputs)
     with run.actor.awake(tag=None):
         checksum = combined_digest(run.actor.weights_sha256())
     slept = any("kind" in event for event in events)
-    return {"metrics": lasting(records), "actor_after_one_more_cycle": checksum, "slept": slept}
+    last_step = [event for event in events if event["step"] == config.algo.num_steps and "state" in event]
+    return {
+        "metrics": lasting(records),
+        "actor_after_one_more_cycle": checksum,
+        "slept": slept,
+        "held_bytes": max(held, default=0),
+        "moving_phases": sorted({event["phase"] for event in last_step}),
+        "notes": notes,
+    }
+
+
+def _held_at_most(turns: Any) -> list[int]:
+    """To which the bytes of all regions that are awake are added at the end of every phase of a scheduled run."""
+    held: list[int] = []
+    end = turns.end
+
+    def measured(phase: str) -> None:
+        end(phase)
+        held.append(sum(turns._sizes[name] for name in turns.awake))
+
+    if turns.keeps_awake:
+        turns.end = measured
+    return held
 
 
 @contextmanager
@@ -104,6 +128,24 @@ def _late_copies() -> Iterator[None]:
             return functools.cache(lambda: super(LateStore, self).start_read(number, piece)())
 
     with mock.patch.object(stores, "ArenaStore", LateStore):
+        yield
+
+
+@contextmanager
+def _out_of_memory() -> Iterator[None]:
+    """The third forward-only pass and the third of training find no memory, when they have done their work."""
+    from trainer.training import step
+
+    original, calls = step._run_schedule, {True: 0, False: 0}
+
+    def run_schedule(*arguments: Any, forward_only: bool, **options: Any) -> Any:
+        result = original(*arguments, forward_only=forward_only, **options)
+        calls[forward_only] += 1
+        if calls[forward_only] == 3:
+            raise torch.OutOfMemoryError("made up")
+        return result
+
+    with mock.patch.object(step, "_run_schedule", run_schedule):
         yield
 
 
@@ -169,6 +211,7 @@ FAULTS: dict[str | None, Callable[[], Any]] = {
     "without_switch_model": _without_switch_model,
     "critic_flag_forced": _critic_flag_forced,
     "late_copies": _late_copies,
+    "out_of_memory": _out_of_memory,
     "infinite_gradient": _infinite_gradient,
     "nan_weights": _nan_weights,
     "nan_returns": _nan_returns,

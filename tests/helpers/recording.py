@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.loop import Outputs
 
-_PASSING = ("seconds/", "tokens_per_second", "mfu/", "host_", "asleep_")
+_PASSING = ("seconds/", "tokens_per_second", "mfu/", "host_", "asleep_", "mov")
 
 
 def lasting(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

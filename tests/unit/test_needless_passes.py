@@ -105,10 +105,15 @@ def test_without_kl_the_numbers_are_those_of_a_coefficient_of_zero(memory, algo)
     assert "weights/ref" not in {event.get("kind") for event in fewer_events}
 
 
+ON_GPU = ("model=bench_1b", "platform=cuda", "offload=train")
+
+
 @pytest.mark.parametrize("memory", ["full", "lean", "rebuild"])
 def test_without_kl_the_plan_has_no_reference(memory):
     whole, less = (
-        footprint_of(config_of("model=bench_1b", "platform=cuda", f"memory={memory}", *kl), vocab_size=32768)
+        footprint_of(
+            config_of("model=bench_1b", "platform=cuda", "offload=train", f"memory={memory}", *kl), vocab_size=32768
+        )
         for kl in ((), NO_KL)
     )
     count = whole.parameter_counts["actor"]

@@ -27,7 +27,7 @@ from trainer.command.attempts import exit_if_asked, launch_attempts
 from trainer.command.launch import WorkerError
 from trainer.command.nodes import Nodes, find_nodes
 from trainer.common.files import UnwritableFile
-from trainer.common.machine import host_memory_limit_bytes
+from trainer.common.machine import gpu_memory_bytes, host_memory_limit_bytes
 from trainer.common.terminal import new_console
 from trainer.config import compose as configuration
 from trainer.config import objectives
@@ -100,8 +100,10 @@ def run_job(config: Config, directory: Path, console: Console) -> Mapping[str, f
     vocab_size = vocabulary_size(tokenizer)
     engine = planned_bytes(config, vocab_size=vocab_size)
     config = with_micro_batch_tokens(config, vocab_size=vocab_size, engine=engine)
-    check_fits(config, vocab_size=vocab_size, engine=engine, host_bytes=host_memory_limit_bytes())
-    plan = plan_rows(footprint(config, vocab_size=vocab_size, engine=engine))
+    gpu_bytes = gpu_memory_bytes() if config.platform.name == "cuda" else None
+    limits = {"host_bytes": host_memory_limit_bytes(), "gpu_bytes": gpu_bytes}
+    check_fits(config, vocab_size=vocab_size, engine=engine, **limits)
+    plan = plan_rows(footprint(config, vocab_size=vocab_size, engine=engine, reported_gpu_bytes=gpu_bytes))
     encoder = Encoder(config.tokenizer, tokenizer)
     with jobs.held(directory) if nodes.rank == 0 else nullcontext():
         return _run_held(config, directory, console, nodes=nodes, plan=plan, task=task, encoder=encoder)

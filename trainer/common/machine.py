@@ -1,7 +1,8 @@
-"""What the machine below a run allows: host memory, and what lies on a disk."""
+"""What the machine below a run allows: host and GPU memory, and what lies on a disk."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +40,26 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
                     yield int((folder / name).read_text())
                 if folder == top:
                     break
+
+
+def gpu_memory_bytes() -> int | None:
+    """Memory of the machine's smallest NVIDIA GPU, as its driver reports it without a CUDA context; None if there is no
+    driver or no GPU."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    count, found = ctypes.c_uint(), []
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0:
+        for index in range(count.value):
+            device, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
+            failed = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+            failed = failed or nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+            found += [] if failed else [memory[0]]
+    nvml.nvmlShutdown()
+    return min(found, default=None)
 
 
 def filesystem_of(path: Path, root: Path = ROOT) -> str:

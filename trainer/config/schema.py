@@ -145,7 +145,7 @@ class PlatformConfig(Section):
 class LaunchConfig(Section):
     """``nproc`` workers on each of ``nnodes`` nodes; :mod:`trainer.command.nodes` explains ``node_rank`` and
     ``rdzv_endpoint``. ``max_restarts``: how often a job whose worker fails goes on from its newest checkpoint.
-    ``host_memory_gib``, ``gpu_memory_gib``: what the node and each GPU have; null where that is not known."""
+    ``host_memory_gib``, ``gpu_memory_gib``: what the node and each GPU have; null for what they report."""
 
     nproc: Annotated[int, Limits(1, 1000)]
     nnodes: Annotated[int, Limits(1, 100_000)]

@@ -119,10 +119,14 @@ class RoleConfig(Section):
 
 @dataclass
 class OffloadConfig(Section):
-    """``train``: models sleep while they are not at work. ``destroy_process_groups``: during rollouts, when everything
-    sleeps, ranks give back the memory of their communicators too, and make them again afterwards."""
+    """``train``: models sleep while they are not at work; ``auto``: only where others need the room.
+    ``reserve_gib``: GPU memory of each rank for what the plan does not count, null for an estimate.
+    ``destroy_process_groups``: during rollouts ranks give back the memory of their communicators too, and make them
+    again afterwards."""
 
     train: bool
+    auto: bool
+    reserve_gib: Annotated[Optional[float], Limits(0, 1e6), Mark.OUTSIDE]  # noqa: UP045
     destroy_process_groups: bool
 
 

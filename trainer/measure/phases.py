@@ -11,10 +11,12 @@ import psutil
 import torch
 
 from trainer.memory.ledger import sample_memory
+from trainer.memory.turns import EverythingSleeps, Turns
 
 Record = dict[str, Any]
 
 SAMPLING = "memory_samples"
+_MOVED = ("moved_to_host_bytes", "moved_to_device_bytes", "moving_seconds")
 _PSS_SHARE_OF_TIME = 0.02  # at most so much of the time goes into asking for the proportional set
 
 
@@ -32,8 +34,10 @@ class Phases:
         self._step, self._phase = 0, "build"
         self._asleep: dict[tuple[str, str], tuple[int, int]] = {}
         self._peak_asleep = (0, 0)
+        self._moved: tuple[float, ...] = (0, 0, 0.0)
         self._seconds: dict[str, float] = {}
         self._next_pss_at = 0.0
+        self.turns: Turns = EverythingSleeps()
         self._rates: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None
 
     @contextmanager
@@ -43,10 +47,12 @@ class Phases:
         self._step, self._phase = step, name
         start = time.perf_counter()
         with torch.profiler.record_function(name):  # its name in a trace
+            self.turns.begin(name)
             yield
             if self._gpu:
                 torch.cuda.synchronize()
         worked = time.perf_counter()
+        self.turns.end(name)
         self._sample()
         for phase, seconds in ((name, worked - start), (SAMPLING, time.perf_counter() - worked)):
             self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
@@ -54,6 +60,8 @@ class Phases:
     def observe(self, event: Record) -> None:
         """A region fell asleep or woke up; called by roles and the engine."""
         self._write({"step": self._step, "phase": self._phase, **event})
+        moved = (event.get("to_host_bytes", 0), event.get("to_device_bytes", 0), event.get("seconds", 0.0))
+        self._moved = tuple(so_far + more for so_far, more in zip(self._moved, moved, strict=True))
         key = (event["role"], event["kind"])
         if event["state"] == "asleep":
             self._asleep[key] = (event["released_bytes"], event["backup_bytes"])
@@ -72,11 +80,15 @@ class Phases:
         metrics |= self._rates(self._seconds) if self._rates else {}
         metrics["host_rss_bytes"] = self._process.memory_info().rss
         metrics["asleep_released_bytes"], metrics["asleep_backup_bytes"] = self._peak_asleep
-        self._seconds, self._peak_asleep, self._rates = {}, (0, 0), None
+        metrics |= dict(zip(_MOVED, self._moved, strict=True))
+        self._seconds, self._peak_asleep, self._rates, self._moved = {}, (0, 0), None, (0, 0, 0.0)
         return metrics
 
     def ledger(self, moment: str, *, step: int) -> None:
-        """Record all that process and device hold at ``moment``, "baseline" or "asleep"; takes about 50 ms."""
+        """Record all that process and device hold at ``moment``, "baseline" or, where everything sleeps in the end,
+        "asleep"; takes about 50 ms."""
+        if self.turns.keeps_awake:
+            return
         self._write({"step": step, "phase": self._phase, "moment": moment, **sample_memory()})
 
     def _pss_bytes(self) -> int | None:

@@ -100,6 +100,13 @@ def max_over_ranks(value: int) -> int:
     return int(largest)
 
 
+def least_of_all_ranks(value: int) -> int:
+    """Smallest ``value`` of all ranks. Collective over the default group."""
+    values: list[int] = [0] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return min(values)
+
+
 def combined_digest(digest: str) -> str:
     """One SHA-256 over the digests of all ranks. Collective over the default group."""
     digests: list[str] = [""] * distributed.get_world_size()

@@ -74,6 +74,15 @@ def set_up_parallel_groups(parallel: ParallelConfig) -> None:
     )
 
 
+def device_memory_bytes(config: Config) -> int | None:
+    """Memory of the smallest GPU of all ranks; None on the CPU. Collective over the default group."""
+    if config.platform.name == "cpu":
+        return None
+    from trainer.megatron.groups import least_of_all_ranks
+
+    return least_of_all_ranks(torch.cuda.mem_get_info()[1])
+
+
 def describe(config: Config) -> str:
     """One line that says what this run computes on."""
     if config.platform.name == "cpu":

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
@@ -26,23 +27,39 @@ def _aligned(size_bytes: int) -> int:
     return round_up(size_bytes, ALIGNMENT_BYTES)
 
 
+@dataclass
+class Copies:
+    """Bytes that one owner has copied between the device and host memory or a disk since it was made."""
+
+    to_host: int = 0
+    to_device: int = 0
+
+
 class HostArena:
     """Anonymous host memory that lives as long as the arena, or a tensor cut from it, does."""
 
-    def __init__(self, size_bytes: int, *, pinned: bool) -> None:
-        """Reserve ``size_bytes``; with ``pinned`` start page-locking them for GPU copies in the background."""
+    is_on_device = False
+
+    def __init__(self, size_bytes: int, *, pinned: bool, is_lazy: bool = False) -> None:
+        """Reserve ``size_bytes``; with ``pinned`` start page-locking them for GPU copies in the background, if
+        ``is_lazy`` not before somebody waits for that."""
         self.size_bytes = size_bytes
         self.pinning_seconds = 0.0
         memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._flat = torch.frombuffer(memory, dtype=torch.uint8)
         self._used_bytes = 0
         self._pinning: Future[None] | None = None
-        if pinned and size_bytes:
+        self._is_to_be_pinned = bool(pinned and size_bytes)
+        if self._is_to_be_pinned:
             with suppress(OSError):  # a kernel without transparent huge pages: page-locking is slower, that is all
                 memory.madvise(_MADV_HUGEPAGE)
-            executor = ThreadPoolExecutor(1, thread_name_prefix="pin")
-            self._pinning = executor.submit(self._pin, torch.cuda.current_device())
-            executor.shutdown(wait=False)
+            if not is_lazy:
+                self._start_pinning()
+
+    def _start_pinning(self) -> None:
+        executor = ThreadPoolExecutor(1, thread_name_prefix="pin")
+        self._pinning = executor.submit(self._pin, torch.cuda.current_device())
+        executor.shutdown(wait=False)
 
     @staticmethod
     def bytes_needed(tensors: Iterable[torch.Tensor]) -> int:
@@ -64,6 +81,8 @@ class HostArena:
     def wait_until_ready(self) -> None:
         """Block until page-locking is done. Call it before the first byte is written: touching the pages zeroes them.
         Raises RuntimeError if the driver refused."""
+        if self._is_to_be_pinned and self._pinning is None:
+            self._start_pinning()
         if self._pinning is not None:
             self._pinning.result()
 
@@ -87,17 +106,41 @@ class HostArena:
                 torch.cuda.cudart().cudaHostUnregister(self._flat.data_ptr())  # type: ignore[union-attr]
 
 
-class HostArenas:
-    """Makes the arenas of a run. Those whose size is known beforehand page-lock themselves while models are built."""
+class DeviceArena:
+    """The same in device memory outside every region: what lies there never sleeps."""
 
-    def __init__(self, *, pinned: bool) -> None:
-        self.pinned = pinned
+    is_on_device = True
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._flat = torch.empty(size_bytes, dtype=torch.uint8, device=torch.cuda.current_device())
+        self._used_bytes = 0
+
+    empty_like = HostArena.empty_like
+
+    def wait_until_ready(self) -> None:
+        pass
+
+
+Arena = HostArena | DeviceArena
+
+
+class HostArenas:
+    """Makes the arenas of a run. Those whose size is known beforehand page-lock themselves while models are built,
+    others when they are first used.
+
+    Attributes:
+        on_device: owners whose arenas lie in device memory instead.
+    """
+
+    def __init__(self, *, pinned: bool, on_device: Collection[str] = ()) -> None:
+        self.pinned, self.on_device = pinned, frozenset(on_device)
         self._reserved: dict[str, HostArena] = {}
 
     @classmethod
-    def of(cls, config: Config) -> HostArenas:
+    def of(cls, config: Config, *, on_device: Collection[str] = ()) -> HostArenas:
         """Those of a run: page-locked where a GPU copies from them, at sleeps or when it switches weights."""
-        return cls(pinned=config.platform.name == "cuda")
+        return cls(pinned=config.platform.name == "cuda", on_device=on_device)
 
     def reserve(self, sizes_bytes: Mapping[str, int]) -> None:
         """Start making an arena for each owner (any name, the same as in :meth:`take`)."""
@@ -108,4 +151,9 @@ class HostArenas:
         reserved = self._reserved.pop(owner, None)
         if reserved is not None and reserved.size_bytes == size_bytes:
             return reserved
-        return HostArena(size_bytes, pinned=self.pinned)
+        return HostArena(size_bytes, pinned=self.pinned, is_lazy=True)
+
+    def take_for_tag(self, tag: str, size_bytes: int) -> Arena:
+        """The arena of a weights tag, ``weights/<tag>``, in host or device memory."""
+        owner = f"weights/{tag}"
+        return DeviceArena(size_bytes) if owner in self.on_device else self.take(owner, size_bytes)

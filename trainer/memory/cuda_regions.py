@@ -6,19 +6,32 @@ Read from the MemPools that it keeps per (tag, backup, ...) key; one module know
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
 _POISON_BYTE = 0xFF  # NaN as bf16 and fp32
+GIB = 2**30
+
+
+def room_message(tags: Sequence[str], *, needed: int, free: int, total: int, own: int) -> str:
+    """Why ``tags`` cannot wake up, and who holds the device's memory; all in bytes."""
+    others = max(0, total - free - own)
+    return (
+        f"waking {', '.join(tags)} needs {needed / GIB:.2f} GiB of GPU memory and {free / GIB:.2f} of "
+        f"{total / GIB:.2f} GiB are free: {(needed - free) / GIB:.2f} GiB are missing. This rank's tensors hold "
+        f"{own / GIB:.2f} GiB, CUDA and other processes {others / GIB:.2f} (nvidia-smi names them): end those that are "
+        "not wanted, or plan for less with launch.gpu_memory_gib and offload=auto, or use smaller micro-batches "
+        "(algo.micro_batch_size)"
+    )
 
 
 class CudaRegions:
     """Sizes, room check and poison of the regions of ``torch_memory_saver`` (version 0.0.10's pools)."""
 
-    def __init__(self, tms: Any) -> None:
-        self._tms = tms
+    def __init__(self, tms: Any, *, is_asleep: Callable[[str], bool]) -> None:
+        self._tms, self.is_asleep = tms, is_asleep
         self._cudart = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
 
     def _segments(self, tag: str, *, backup: bool | None) -> Iterator[dict[str, Any]]:
@@ -29,6 +42,20 @@ class CudaRegions:
     def resident_bytes(self, tag: str, *, backup: bool | None = None) -> int:
         """Bytes of the allocator's segments of ``tag``; with ``backup`` only those that have one (or have none)."""
         return sum(segment["total_size"] for segment in self._segments(tag, backup=backup))
+
+    def outside_bytes(self, asleep: Collection[str]) -> int:
+        """What no region has held since the last call, at most: tensors of all kinds, the context, communicators.
+
+        Args:
+            asleep: tags, whose memory torch counts as its own all the same.
+        """
+        segments = [segment for pool in self._tms._impl._mem_pools.values() for segment in pool.snapshot()]
+        tensors = torch.cuda.max_memory_allocated() - sum(segment["allocated_size"] for segment in segments)
+        free, total = torch.cuda.mem_get_info()
+        released = sum(self.resident_bytes(tag) for tag in asleep)
+        besides_torch = total - free - (torch.cuda.memory_reserved() - released)
+        torch.cuda.reset_peak_memory_stats()
+        return max(tensors, 0) + max(besides_torch, 0)
 
     def wait_for_device(self) -> None:
         """Block until all work queued on the device, collectives included, is done."""
@@ -42,11 +69,13 @@ class CudaRegions:
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info()
         if needed > free:
-            raise MemoryError(
-                f"waking {', '.join(tags)} needs {needed / 2**30:.2f} GiB of GPU memory and {free / 2**30:.2f} of "
-                f"{total / 2**30:.2f} GiB are free: {(needed - free) / 2**30:.2f} GiB are missing. Let another role "
-                "or the rollout engine sleep first, or use smaller micro-batches (algo.micro_batch_size)"
-            )
+            raise MemoryError(room_message(tags, needed=needed, free=free, total=total, own=self._own_bytes()))
+
+    def _own_bytes(self) -> int:
+        """What this process's tensors hold; paused segments, which torch counts, hold nothing."""
+        tags = {tag for tag, *_ in self._tms._impl._mem_pools}
+        asleep = sum(self.resident_bytes(tag) for tag in tags if self.is_asleep(tag))
+        return torch.cuda.memory_reserved() - asleep
 
     def fill_with_poison(self, tag: str) -> None:
         """Fill what has no backup with NaN bytes."""

@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from trainer.memory.arena import Copies
+
 Wait = Callable[[], object]
 
 
@@ -53,6 +55,7 @@ class StateKeeper:
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="keeper", initializer=torch.cuda.set_device, initargs=(device,)
         )
+        self.copies = Copies()
         self._writes: dict[int, Future[Wait]] = {}
         self._reads: dict[int, Future[Wait]] = {}
 
@@ -66,6 +69,7 @@ class StateKeeper:
         self.wait()
         for number, piece in enumerate(self._pieces):
             if number not in self._writes:
+                self.copies.to_host += piece.nbytes
                 self._writes[number] = self._submit(self._store.start_write, number, piece)
 
     def finish_save(self, number: int) -> None:
@@ -83,6 +87,7 @@ class StateKeeper:
 
     def start_restore(self, number: int) -> None:
         """Begin to copy a mapped piece back."""
+        self.copies.to_device += self._pieces[number].nbytes
         self._reads[number] = self._submit(self._store.start_read, number, self._pieces[number])
 
     def wait(self, *, main_params_only: bool = False) -> None:
@@ -94,6 +99,7 @@ class StateKeeper:
     def read_main_params(self) -> list[torch.Tensor]:
         """Copies of the pieces with main params, made on the device from the store, for a state that sleeps."""
         copies = [torch.empty_like(piece) for piece in self._pieces[: self._main_pieces]]
+        self.copies.to_device += sum(copy.nbytes for copy in copies)
         reads = [self._submit(self._store.start_read, number, copy) for number, copy in enumerate(copies)]
         for read in reads:
             read.result()()

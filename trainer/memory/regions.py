@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainer.config.schema import Config
-from trainer.memory.arena import HostArenas
+from trainer.memory.arena import Copies, HostArenas
 from trainer.memory.keeper import StateKeeper
 from trainer.memory.saver import RegionBytes, Saver
 from trainer.memory.stores import make_store
@@ -30,6 +30,12 @@ class RoleRegions:
         self._tags = {kind: [row.tag] for kind, row in self._rows.items() if kind != "optim"} | {"optim": []}
         self._saver, self._observe, self._role = saver, observer, role
         self._keeper: StateKeeper | None = None
+        self._savers_copies = Copies()
+        self._counted, self._reported = [self._savers_copies], Copies()
+
+    def count(self, copies: Copies) -> None:
+        """Let what an owner copies be part of the records."""
+        self._counted.append(copies)
 
     def region(self, kind: str) -> AbstractContextManager[None]:
         """Allocate the buffers of ``kind`` inside."""
@@ -69,6 +75,7 @@ class RoleRegions:
         )
         if store is not None:
             self._keeper = StateKeeper(pieces, main_pieces=main_pieces, store=store)
+            self.count(self._keeper.copies)
 
     def prepare_sleep(self) -> None:
         """Let the saver page-lock the host buffers that it keeps now, while models are built, and not in a sleep."""
@@ -143,6 +150,7 @@ class RoleRegions:
             if row.kind == "optim" and self._keeper is not None:
                 self._keeper.finish_save(number)
             sizes += self._saver.sleep(tag, wait=False)
+        self._savers_copies.to_host += sizes.backup_bytes
         return sizes
 
     def _map(self, row: PlanRow) -> RegionBytes:
@@ -153,6 +161,7 @@ class RoleRegions:
             sizes += self._saver.wake_up(tag)
             if row.kind == "optim" and self._keeper is not None:
                 self._keeper.start_restore(number)
+        self._savers_copies.to_device += sizes.backup_bytes
         return sizes
 
     def _timed(
@@ -176,5 +185,11 @@ class RoleRegions:
         )
 
     def record(self, kind: str, **fields: Any) -> None:
-        """Hand one memory record of this role to the observer."""
-        self._observe({"role": self._role, "kind": kind, **fields})
+        """Hand one memory record of this role to the observer, with what was copied since the last one."""
+        total = Copies(sum(c.to_host for c in self._counted), sum(c.to_device for c in self._counted))
+        copied = {
+            "to_host_bytes": total.to_host - self._reported.to_host,
+            "to_device_bytes": total.to_device - self._reported.to_device,
+        }
+        self._reported = total
+        self._observe({"role": self._role, "kind": kind, **fields, **copied})

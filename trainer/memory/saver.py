@@ -6,13 +6,15 @@ Python, and a wrong call is an exception. This module and ``patches`` are the on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import patches
 from trainer.config.schema import Config
+from trainer.memory.turns import EverythingSleeps, Scheduled, Turns
+from trainer.plan.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Saver(Protocol):
     """Sleep and wake-up of tagged regions of device memory."""
 
     sleeps: bool
+    turns: Turns  # who is awake when
     keeps_host_buffers: bool  # page-locked in the first sleep and kept for later ones
 
     def region(self, tag: str, *, backup: bool) -> AbstractContextManager[None]:
@@ -64,6 +67,9 @@ class NullSaver:
     sleeps = False
     keeps_host_buffers = False
 
+    def __init__(self) -> None:
+        self.turns: Turns = EverythingSleeps()  # as far as anything does
+
     def region(self, tag: str, *, backup: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -84,7 +90,7 @@ class NullSaver:
 
 
 class MemorySaver:
-    """``offload=train``: regions of torch_memory_saver (on CPU: of the stand-in from ``patches.cpu_saver``)."""
+    """``offload=train`` and ``auto``: torch_memory_saver's regions (on CPU its stand-in's, ``patches.cpu_saver``)."""
 
     sleeps = True
 
@@ -92,8 +98,9 @@ class MemorySaver:
         from torch_memory_saver import torch_memory_saver
 
         self._tms: Any = torch_memory_saver
+        self.turns: Turns = EverythingSleeps()
         self._asleep: dict[str, bool] = {}
-        self._poison = poison
+        self._poison, self._on_gpu = poison, platform == "cuda"
         self._backend = cpu_backup_backend if platform == "cuda" else None
         self.keeps_host_buffers = platform == "cuda" and retain_cpu_backup
         if platform == "cuda":
@@ -103,7 +110,7 @@ class MemorySaver:
 
             self._tms.hook_mode = "preload"
             self._tms.retain_cpu_backup = retain_cpu_backup
-            self._pools: Any = CudaRegions(self._tms)
+            self._pools: Any = CudaRegions(self._tms, is_asleep=self.is_asleep)
         else:
             assert "cpu_saver" in patches.applied()
             self._tms._impl.poison = poison
@@ -146,6 +153,11 @@ class MemorySaver:
     def check_room(self, tags: Sequence[str]) -> None:
         self._pools.check_room(tags)
 
+    def outside_bytes(self) -> int | None:
+        """What no region has held since the last call, at most; None on the CPU, where nobody counts it."""
+        asleep = [tag for tag, is_asleep in self._asleep.items() if is_asleep]
+        return self._pools.outside_bytes(asleep) if self._on_gpu else None
+
     def _sizes(self, tag: str) -> RegionBytes:
         return RegionBytes(
             released_bytes=self._pools.resident_bytes(tag),
@@ -154,7 +166,7 @@ class MemorySaver:
 
 
 def make_saver(config: Config) -> Saver:
-    """The saver that ``offload`` asks for."""
+    """The saver that ``offload`` asks for. Everything sleeps that is not at work, until :func:`follow` is called."""
     if not config.offload.train:
         return NullSaver()
     return MemorySaver(
@@ -163,3 +175,25 @@ def make_saver(config: Config) -> Saver:
         retain_cpu_backup=config.memory.retain_cpu_backup,
         cpu_backup_backend=config.memory.cpu_backup_backend,
     )
+
+
+def follow(
+    saver: Saver,
+    schedule: Schedule | None,
+    *,
+    replan: Callable[[Mapping[str, int]], Schedule | None],
+    corrects: bool,
+    note: Callable[[str], None],
+    ranks: int,
+) -> None:
+    """Let ``saver``'s regions sleep as ``schedule`` says; None, or where nothing sleeps at all: as they do without.
+
+    Args:
+        replan: phase -> bytes that no region holds -> the schedule with these.
+        corrects: what the first step shows takes the place of the schedule's estimates.
+        note: takes a line for the reader.
+    """
+    if schedule is None or not isinstance(saver, MemorySaver):
+        return
+    outside = saver.outside_bytes if corrects else lambda: None
+    saver.turns = Scheduled(schedule, replan=replan, outside_bytes=outside, note=note, ranks=ranks)

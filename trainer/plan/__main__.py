@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Optional
 
 import hydra
@@ -29,6 +30,7 @@ from rich.console import Console
 
 from trainer.command.arguments import refuse_bad_overrides
 from trainer.common.limits import Limits, check_value
+from trainer.common.machine import gpu_memory_bytes
 from trainer.common.terminal import new_console
 from trainer.common.units import byte_unit
 from trainer.config import compose as configuration
@@ -36,13 +38,17 @@ from trainer.config.hints import hint_for
 from trainer.config.pieces import make_task
 from trainer.config.schema import ComposedConfig, Config, Section
 from trainer.config.settings import said_of
+from trainer.plan import Plan, make_plan
 from trainer.plan.activations import micro_batch_tokens
 from trainer.plan.fit import check_fits, fits
 from trainer.plan.footprint import Footprint, footprint
 from trainer.plan.holdings import Holding
 from trainer.plan.micro_batch import with_micro_batch_tokens
 from trainer.plan.role_bytes import model_parameters
+from trainer.plan.schedule import Schedule
+from trainer.plan.schedule_rows import predicted_seconds, schedule_rows
 from trainer.report import Table
+from trainer.report.schedule import draw_schedule, moves_table, schedule_table
 from trainer.rollout.engines import planned_bytes
 from trainer.tasks.tokenizer import vocab_size_of
 
@@ -52,6 +58,9 @@ class PlanConfig(Section):
     """The section ``plan``; its defaults lie in ``conf/plan.yaml``."""
 
     vocab_size: Annotated[Optional[int], Limits(1, 10_000_000)]  # noqa: UP045
+    figure: Optional[str]  # noqa: UP045
+    bus_gb_per_s: Annotated[float, Limits(1e-6, 1e6)]
+    disk_gb_per_s: Annotated[float, Limits(1e-6, 1e6)]
 
 
 @dataclass
@@ -147,12 +156,14 @@ def plan_job(composed: DictConfig, *, overrides: Sequence[str], in_sweep: bool, 
     keys = list(Config.__dataclass_fields__)
     config = configuration.to_config(OmegaConf.masked_copy(composed, keys))
     vocab_size = composed.plan.vocab_size
-    check_value("plan.vocab_size", vocab_size, said_of(PlanConfig, "vocab_size"))
+    for field in PlanConfig.__dataclass_fields__:
+        check_value(f"plan.{field}", composed.plan[field], said_of(PlanConfig, field))
     if vocab_size is None:
         vocab_size = vocab_size_of(config.tokenizer.path, task=make_task(config), vocab_size=config.largest_vocab_size)
     engine = planned_bytes(config, vocab_size=vocab_size)
     config = with_micro_batch_tokens(config, vocab_size=vocab_size, engine=engine)
-    prediction = footprint(config, vocab_size=vocab_size, engine=engine)
+    gpu_bytes = gpu_memory_bytes() if config.platform.name == "cuda" else None
+    prediction = footprint(config, vocab_size=vocab_size, engine=engine, reported_gpu_bytes=gpu_bytes)
     if in_sweep:
         _sweep.append(Job(overrides, prediction, fits(config, prediction)))
         return
@@ -166,7 +177,20 @@ def plan_job(composed: DictConfig, *, overrides: Sequence[str], in_sweep: bool, 
         unit, size = byte_unit(prediction.node_checkpoint_bytes)
         amount = prediction.node_checkpoint_bytes / size
         console.print(f"while a checkpoint is written in the background: {amount:.2f} {unit} more on the node's host")
-    check_fits(config, vocab_size=vocab_size, engine=engine)
+    if prediction.schedule is not None and config.offload.auto:
+        _show_schedule(composed.plan, make_plan(config), prediction.schedule, console=console)
+    check_fits(config, vocab_size=vocab_size, engine=engine, gpu_bytes=gpu_bytes)
+
+
+def _show_schedule(settings: PlanConfig, plan: Plan, schedule: Schedule, *, console: Console) -> None:
+    rows = schedule_rows(schedule)
+    rates = {"bus_gb_per_s": settings.bus_gb_per_s, "disk_gb_per_s": settings.disk_gb_per_s}
+    seconds = predicted_seconds(schedule, plan, **rates)
+    console.print(schedule_table(rows))
+    console.print(moves_table(rows, seconds=seconds))
+    if settings.figure is not None:
+        draw_schedule(rows, Path(settings.figure))
+        console.print(f"figure: {settings.figure}")
 
 
 @hydra.main(config_path="pkg://conf", config_name="plan", version_base="1.3")

@@ -20,19 +20,28 @@ from trainer.plan.role_bytes import ranks_that_share_tags
 GIB = 2**30
 
 
-def check_fits(config: Config, *, vocab_size: int, engine: EngineBytes, host_bytes: int | None = None) -> None:
+def check_fits(
+    config: Config,
+    *,
+    vocab_size: int,
+    engine: EngineBytes,
+    host_bytes: int | None = None,
+    gpu_bytes: int | None = None,
+) -> None:
     """Raise ValueError if the predicted bytes exceed ``launch.host_memory_gib``, ``launch.gpu_memory_gib`` (null: not
     known), or what the disk has free. The message says what is needed and which memory policies would fit.
 
     Args:
         host_bytes: what the machine lets the run have, where ``launch.host_memory_gib`` is null; None: not known.
+        gpu_bytes: what a GPU reports, likewise for the schedule and ``launch.gpu_memory_gib``.
     """
-    problems = _problems(config, footprint(config, vocab_size=vocab_size, engine=engine), host_bytes)
+    sizes = {"vocab_size": vocab_size, "engine": engine, "reported_gpu_bytes": gpu_bytes}
+    problems = _problems(config, footprint(config, **sizes), host_bytes)
     if not problems:
         return
     fitting = []
     for name, other in _other_policies(config):
-        prediction = footprint(other, vocab_size=vocab_size, engine=engine)
+        prediction = footprint(other, **sizes)
         if not _problems(other, prediction, host_bytes):
             fitting.append((prediction.node_host_peak_bytes, name))
     advice = (
@@ -57,8 +66,10 @@ def _problems(config: Config, prediction: Footprint, host_bytes: int | None) -> 
         limit, whose = launch.host_memory_gib * GIB, f"launch.host_memory_gib={launch.host_memory_gib:g}"
     if limit is not None and host > limit:
         problems.append(f"it needs {host / GIB:.2f} GiB of host memory on the node, more than {whose}")
+    if prediction.refusal is not None:
+        problems.append(prediction.refusal)
     device, of_gpu = prediction.device_peak_bytes, launch.gpu_memory_gib
-    if of_gpu is not None and not prediction.host_is_device and device > of_gpu * GIB:
+    if not config.offload.auto and of_gpu is not None and not prediction.host_is_device and device > of_gpu * GIB:
         problems.append(
             f"it needs {device / GIB:.2f} GiB of GPU memory per rank, more than launch.gpu_memory_gib={of_gpu:g}"
             f"{_of_activations(config, prediction)}"

@@ -10,7 +10,7 @@ a node's are the sums over its ranks, on the node that needs most.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,8 @@ from trainer.plan import Plan, activations, make_plan
 from trainer.plan.holdings import ENGINE, EngineBytes, Holding, awake_for_forward, backed_up_tags, role_holdings
 from trainer.plan.keepers import OWN_KEEPERS
 from trainer.plan.role_bytes import RoleBytes, role_bytes
+from trainer.plan.schedule import Schedule
+from trainer.plan.step_schedule import make_schedule, room_bytes
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Footprint:
         node_host_asleep: role -> host bytes asleep, of all ranks.
         node_checkpoint_bytes: host bytes, on the node, of a checkpoint that is written while the run goes on.
         node_disk_bytes: of the files in which all ranks' optimizer states sleep.
+        schedule: of the rank, None where everything sleeps that is not at work.
+        refusal: why there is none although ``offload=auto``.
     """
 
     ranks: int
@@ -54,6 +58,8 @@ class Footprint:
     node_host_asleep: dict[str, int]
     node_checkpoint_bytes: int
     node_disk_bytes: int
+    schedule: Schedule | None = None
+    refusal: str | None = None
 
     def of_role(self, role: str) -> tuple[Holding, ...]:
         return tuple(holding for holding in self.holdings if holding.role == role)
@@ -74,10 +80,18 @@ class Footprint:
         return peak + self.node_checkpoint_bytes
 
 
-def footprint(config: Config, *, vocab_size: int, engine: EngineBytes, stage: int | None = None) -> Footprint:
+def footprint(
+    config: Config,
+    *,
+    vocab_size: int,
+    engine: EngineBytes,
+    stage: int | None = None,
+    reported_gpu_bytes: int | None = None,
+) -> Footprint:
     """The bytes of a validated config.
 
     Args:
+        reported_gpu_bytes: memory of a GPU, for the schedule, where ``launch.gpu_memory_gib`` is null; None: no limit.
         vocab_size: entries of the run's tokenizer.
         engine: what the rollout engine holds.
         stage: a pipeline stage, whose ranks are meant; None: the one with the highest peaks.
@@ -87,11 +101,23 @@ def footprint(config: Config, *, vocab_size: int, engine: EngineBytes, stage: in
         {role: role_bytes(config, role, vocab_size=vocab_size, stage=number) for role in config.roles}
         for number in stages
     ]
-    holdings = [[*_holdings(config, plan, sizes), *engine.holdings] for sizes in roles]
+    room = room_bytes(config, reported_gpu_bytes)
+    schedules, refusal = [], None
+    for number in stages:
+        try:
+            found = make_schedule(config, vocab_size=vocab_size, engine=engine, room=room, stage=number)
+        except ValueError as error:
+            found, refusal = None, str(error)
+        schedules.append(found)
+    holdings = [
+        [*_holdings(config, plan, sizes, schedules[number]), *engine.holdings] for number, sizes in enumerate(roles)
+    ]
     moments = [
         tuple(
             replace(moment, activation_bytes=_activation_bytes(config, moment.name, vocab_size, number))
-            for moment in _moments(config, plan, holdings[number], roles[number], engine=engine)
+            for moment in _moments(
+                config, plan, holdings[number], roles[number], engine=engine, schedule=schedules[number]
+            )
         )
         for number in stages
     ]
@@ -112,6 +138,8 @@ def footprint(config: Config, *, vocab_size: int, engine: EngineBytes, stage: in
         },
         node_checkpoint_bytes=_checkpoint_bytes(config, [roles[number] for number in node]),
         node_disk_bytes=sum(h.disk_bytes for number in node for h in holdings[number]),
+        schedule=schedules[stage],
+        refusal=refusal,
     )
 
 
@@ -166,13 +194,19 @@ def _activation_bytes(config: Config, moment: str, vocab_size: int, stage: int) 
     return 0
 
 
-def _holdings(config: Config, plan: Plan, roles: dict[str, RoleBytes]) -> Iterator[Holding]:
+def _holdings(config: Config, plan: Plan, roles: dict[str, RoleBytes], schedule: Schedule | None) -> Iterator[Holding]:
     for role, sizes in roles.items():
-        yield from role_holdings(config, plan, role, sizes)
+        yield from role_holdings(config, plan, role, sizes, schedule=schedule)
 
 
 def _moments(
-    config: Config, plan: Plan, holdings: list[Holding], roles: dict[str, RoleBytes], *, engine: EngineBytes
+    config: Config,
+    plan: Plan,
+    holdings: list[Holding],
+    roles: dict[str, RoleBytes],
+    *,
+    engine: EngineBytes,
+    schedule: Schedule | None,
 ) -> Iterator[Moment]:
     def moment(name: str, states: dict[str, str], *, transient: int = 0, host_transient: int = 0) -> Moment:
         state_of = {**dict.fromkeys((*roles, ENGINE), "asleep"), **states}
@@ -185,6 +219,12 @@ def _moments(
         clones = sizes.main_params if config.roles[role].model.dtype != "fp32" else 0
         yield moment(f"build {role}", {**absent, role: "train"}, transient=clones)
         del absent[role]
+    if schedule is not None and plan.sleeps:
+        host = sum(holding.host_asleep_bytes for holding in holdings)
+        for phase in schedule.phases:
+            yield Moment(phase.name.replace("train_", "train "), schedule.awake_bytes(phase.name), host)
+        yield from _saving_moments(config, plan, roles, moment)
+        return
     with_actor = {"actor": "forward", ENGINE: "forward"}
     yield moment("rollout", {ENGINE: "forward"} if engine.has_own_weights else with_actor)
     if engine.has_own_weights:
@@ -199,11 +239,17 @@ def _moments(
     if config.critic_starts_from_actor:
         copied = 0 if backed_up_tags(plan, role_spec(config, "actor")) else roles["actor"].weights
         yield moment("start critic from actor", {"critic": "train"}, host_transient=copied)
+    yield from _saving_moments(config, plan, roles, moment)
+    yield moment("all asleep", {})
+
+
+def _saving_moments(
+    config: Config, plan: Plan, roles: dict[str, RoleBytes], moment: Callable[..., Moment]
+) -> Iterator[Moment]:
     if config.checkpoint.every_steps is not None:
         for role in trained_roles(config):
             state, woken, copies = _saving(config, plan, role, roles[role])
             yield moment(f"save {role}", {role: state}, transient=woken, host_transient=copies)
-    yield moment("all asleep", {})
 
 
 def _saving(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> tuple[str, int, int]:

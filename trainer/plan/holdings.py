@@ -10,6 +10,7 @@ from trainer.config.schema import Config
 from trainer.plan import NO_BUFFER, Plan, PlanRow, make_plan, weights_kind
 from trainer.plan.keepers import OWN_KEEPERS, KeptBytes, kept_bytes
 from trainer.plan.role_bytes import RoleBytes, ranks_that_share_tags, role_bytes
+from trainer.plan.schedule import Schedule
 
 ENGINE = "engine"
 
@@ -56,16 +57,24 @@ class EngineBytes:
     has_own_weights: bool
 
 
-def arena_bytes(config: Config, *, vocab_size: int, stage: int) -> dict[str, int]:
+def arena_bytes(config: Config, *, vocab_size: int, stage: int, schedule: Schedule | None = None) -> dict[str, int]:
     """Region tag or ``weights/<tag>`` -> bytes of its host arena on a rank of a pipeline stage; it can be made before
-    any model is."""
+    any model is. What ``schedule`` never lets sleep, and tags that it keeps on the GPU, have none."""
     plan = make_plan(config)
     sizes = {role: role_bytes(config, role, vocab_size=vocab_size, stage=stage) for role in config.roles}
     return {
         owner: size
         for role, spec in role_specs(config).items()
         for owner, size in _arenas(config, plan, spec, sizes[role])
+        if schedule is None or not _stays_on_device(owner, schedule)
     }
+
+
+def _stays_on_device(owner: str, schedule: Schedule) -> bool:
+    kind, _, tag = owner.partition("/")
+    if kind == "weights":
+        return tag in schedule.resident_tags
+    return owner in schedule.states and not schedule.sleeps_ever(owner)
 
 
 def _arenas(config: Config, plan: Plan, spec: RoleSpec, sizes: RoleBytes) -> Iterator[tuple[str, int]]:
@@ -90,17 +99,21 @@ def _kept(config: Config, row: PlanRow, sizes: RoleBytes) -> KeptBytes:
     )
 
 
-def role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> Iterator[Holding]:
+def role_holdings(
+    config: Config, plan: Plan, role: str, sizes: RoleBytes, *, schedule: Schedule | None
+) -> Iterator[Holding]:
+    """Of one role. What ``schedule`` never lets sleep is always there, and nobody keeps a copy of it on the host."""
+    resident = schedule.resident_tags if schedule else frozenset()
     own_tag_kind = weights_kind(plan, role)
     own_tag_restores = plan.row(role, own_tag_kind).keeper == "backuper"
     retains = config.platform.name == "cuda" and config.memory.retain_cpu_backup
     for row in plan.of_role(role):
         if row.keeper == NO_BUFFER:
             continue
-        size = sizes.kinds[row.kind]
-        copy = size if row.saver_backup else 0
-        holds_tag = own_tag_restores and row.kind == own_tag_kind
-        kept = _kept(config, row, sizes)
+        size, stays = sizes.kinds[row.kind], schedule is not None and plan.sleeps and _never_sleeps(row, schedule)
+        copy = size if row.saver_backup and not stays else 0
+        holds_tag = own_tag_restores and row.kind == own_tag_kind and role not in resident
+        kept = KeptBytes() if stays else _kept(config, row, sizes)
         lasting = kept.host + (sizes.tag if holds_tag else 0)
         yield Holding(
             role,
@@ -109,15 +122,20 @@ def role_holdings(config: Config, plan: Plan, role: str, sizes: RoleBytes) -> It
             row.flag,
             _joined(row.note, _share_note(config, role)) if holds_tag else row.note,
             train_bytes=size,
-            forward_bytes=size if awake_for_forward(plan, row) else 0,
-            asleep_bytes=0 if plan.sleeps else size,
+            forward_bytes=size if stays or awake_for_forward(plan, row) else 0,
+            asleep_bytes=size if stays or not plan.sleeps else 0,
             host_awake_bytes=lasting + (copy if retains else 0),
             host_asleep_bytes=lasting + copy,
             disk_bytes=kept.disk,
         )
     for tag in backed_up_tags(plan, role_spec(config, role)):
-        if tag != role or not own_tag_restores:
-            yield _tag_holding(config, role, tag, sizes)
+        if tag in resident or tag != role or not own_tag_restores:
+            yield _tag_holding(config, role, tag, sizes, is_resident=tag in resident)
+
+
+def _never_sleeps(row: PlanRow, schedule: Schedule) -> bool:
+    region = f"{row.role}/param" if row.kind in ("param", "rest") else row.tag
+    return region in schedule.states and not schedule.sleeps_ever(region)
 
 
 def _share_note(config: Config, role: str) -> str:
@@ -134,9 +152,12 @@ def _joined(*notes: str) -> str:
     return "; ".join(note for note in notes if note)
 
 
-def _tag_holding(config: Config, role: str, tag: str, sizes: RoleBytes) -> Holding:
+def _tag_holding(config: Config, role: str, tag: str, sizes: RoleBytes, *, is_resident: bool) -> Holding:
     what = "the reference model" if tag == REFERENCE else "kept for switching back from other tags"
-    note = _joined(what, _share_note(config, role))
+    note = _joined(what, "on the GPU" if is_resident else "", _share_note(config, role))
+    if is_resident:
+        size, kind = sizes.tag, f"weights/{tag}"
+        return Holding(role, kind, "backuper", note=note, train_bytes=size, forward_bytes=size, asleep_bytes=size)
     return Holding(
         role, f"weights/{tag}", "backuper", note=note, host_awake_bytes=sizes.tag, host_asleep_bytes=sizes.tag
     )

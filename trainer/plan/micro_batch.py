@@ -8,11 +8,9 @@ from trainer.config.schema import AUTO, Config
 from trainer.plan import activations
 from trainer.plan.footprint import footprint
 from trainer.plan.holdings import EngineBytes
+from trainer.plan.reserve import MARGIN, lasting_bytes
 
-GIB, MIB = 2**30, 2**20
-_CUDA_BYTES = 900 * MIB  # context 527, kernels 200, cuBLAS workspaces 96, the allocator's rounding (one H200)
-_COMMUNICATOR_BYTES = 560 * MIB
-_MARGIN = 1.1  # activations are known within 10 %
+GIB = 2**30
 
 
 def with_micro_batch_tokens(config: Config, *, vocab_size: int, engine: EngineBytes) -> Config:
@@ -25,12 +23,14 @@ def with_micro_batch_tokens(config: Config, *, vocab_size: int, engine: EngineBy
     if config.algo.micro_batch_tokens != AUTO:
         return config
 
+    alone = dataclasses.replace(config, offload=dataclasses.replace(config.offload, auto=False))  # others may sleep
+
     def needed_bytes(tokens: int) -> float:
-        moments = footprint(with_tokens(config, tokens), vocab_size=vocab_size, engine=engine).moments
-        return max(m.device_bytes + _MARGIN * m.activation_bytes for m in moments if m.name.startswith("train "))
+        moments = footprint(with_tokens(alone, tokens), vocab_size=vocab_size, engine=engine).moments
+        return max(m.device_bytes + MARGIN * m.activation_bytes for m in moments if m.name.startswith("train "))
 
     assert config.launch.gpu_memory_gib is not None, "the rules ask for it"
-    room = config.launch.gpu_memory_gib * GIB - _reserve_bytes(config)
+    room = config.launch.gpu_memory_gib * GIB - lasting_bytes(config)
     least, most = activations.longest_sequence(config), _minibatch_tokens(config)
     if needed_bytes(least) > room:
         more = "" if config.training.recompute == "full" else ", training.recompute=full"
@@ -57,12 +57,3 @@ def _minibatch_tokens(config: Config) -> int:
     if algo.warmup_steps:
         rows = max(rows, algo.warmup_batch_size // ranks)
     return rows * activations.longest_sequence(config)
-
-
-def _reserve_bytes(config: Config) -> int:
-    """What CUDA and communicators take, of which each way to share a model has one, and torch's own group."""
-    if config.platform.name == "cpu":
-        return 0
-    parallel = config.parallel
-    ways = (config.world_size, config.data_parallel_size, parallel.tp, parallel.pp, parallel.expert)
-    return _CUDA_BYTES + _COMMUNICATOR_BYTES * sum(ranks > 1 for ranks in ways)

@@ -7,7 +7,7 @@ Pure: imports neither torch nor megatron.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -43,6 +43,9 @@ class LoopPhase:
     Attributes:
         uses: names of the regions that must be awake.
         changes: those of them whose bytes change, so that a copy made earlier is worth nothing any more.
+        replaces: those of them that get other bytes for this phase (another tag's weights), whatever they held: to
+            wake up for it takes no copy of theirs.
+        restores: those of them whose bytes an earlier phase has replaced: they come back even if they are awake.
         reserve_bytes: everything else: activations, KV cache, CUDA context, communicators.
         in_every_step: False for an evaluation or a checkpoint: it has to fit, and its copies are not counted.
     """
@@ -50,6 +53,8 @@ class LoopPhase:
     name: str
     uses: frozenset[str]
     changes: frozenset[str] = frozenset()
+    replaces: frozenset[str] = frozenset()
+    restores: frozenset[str] = frozenset()
     reserve_bytes: int = 0
     in_every_step: bool = True
 
@@ -80,9 +85,11 @@ class Schedule:
     """Every region's state in every phase of the step, in order, and the copies of one step.
 
     Attributes:
+        room_bytes: of the device.
         phases: those of the step.
         occasional: those that not every step has.
         states: name of a region -> its state in each of ``phases``.
+        resident_tags: weights tags that have their copy in GPU memory.
     """
 
     room_bytes: int
@@ -91,6 +98,37 @@ class Schedule:
     occasional: tuple[LoopPhase, ...]
     states: Mapping[str, tuple[State, ...]]
     moves: tuple[Move, ...]
+    resident_tags: frozenset[str] = frozenset()
+
+    @property
+    def cost_bytes(self) -> int:
+        """Bytes that one step copies, both ways together."""
+        return sum(move.size_bytes for move in self.moves)
+
+    def sleeps_ever(self, region: str) -> bool:
+        """Whether a region sleeps in any phase of the step."""
+        return State.ASLEEP in self.states[region]
+
+    def victims(self, awake: Collection[str], *, needed: Collection[str], beside_bytes: int) -> list[str]:
+        """Which of ``awake`` have to sleep so that ``needed`` fit beside ``beside_bytes`` of other memory, in a phase
+        that the schedule does not have: those that sleep in a step anyway first, then the cheapest by what they free.
+        All that may go, if not even that makes room."""
+        of_name = {region.name: region for region in self.regions}
+        held = sum(of_name[name].size_bytes for name in {*awake, *needed})
+        going: list[str] = []
+
+        def cost(name: str) -> tuple[bool, float, str]:
+            region = of_name[name]
+            copied = region.leave_bytes + region.return_bytes
+            return not self.sleeps_ever(name), copied / region.size_bytes, name
+
+        resident = {name for name in awake if "/weights/" in name}
+        for name in sorted(set(awake) - set(needed) - resident, key=cost):
+            if held + beside_bytes <= self.room_bytes:
+                break
+            held -= of_name[name].size_bytes
+            going.append(name)
+        return going
 
     def state(self, region: str, phase: str) -> State:
         """Raises ValueError for a phase that is none of the step."""

@@ -30,7 +30,7 @@ def solve(regions: Sequence[Region], phases: Sequence[LoopPhase], *, room_bytes:
     _check_fit(regions, phases, room_bytes=room_bytes)
     step = tuple(phase for phase in phases if phase.in_every_step)
     gaps = [gap for region in regions for gap in _gaps(region, step)]
-    free_of_charge = [gap for gap in gaps if not (gap.region.leave_bytes or gap.region.return_bytes)]
+    free_of_charge = [gap for gap in gaps if not (gap.region.leave_bytes or gap.return_bytes)]
     sleeps = _Search(gaps, regions, step, free_of_charge=free_of_charge, room_bytes=room_bytes).cheapest()
     if sleeps is None:
         _check_fit(regions, phases, room_bytes=room_bytes, rebuilds=True)
@@ -55,7 +55,8 @@ def _check_fit(
     of_name = {region.name: region for region in regions}
 
     def beside_bytes(phase: LoopPhase) -> int:
-        rebuilt = [of_name[name] for name in phase.uses if rebuilds and of_name[name].rebuilt_from not in phase.uses]
+        own = phase.uses - phase.replaces
+        rebuilt = [of_name[name] for name in own if rebuilds and of_name[name].rebuilt_from not in phase.uses]
         return max([phase.reserve_bytes, *(region.rebuild_bytes for region in rebuilt)])
 
     def needed_bytes(phase: LoopPhase) -> int:
@@ -80,14 +81,27 @@ def _check_fit(
 class _Gap:
     """Phases (positions in the step, in the loop's order) between two uses of a region.
 
-    ``next_use``: the phase after them. ``last_change``: the last use before them that changes the region, None if none
-    ever does. The gaps between two changes need one copy to the keeper among them.
+    ``last_use``, ``next_use``: the phases around them. ``last_change``: the last use before them that changes the
+    region, None if none ever does. The gaps between two changes need one copy to the keeper among them.
+    ``is_replaced``: the next use brings other bytes anyway. ``is_restored``: the next use brings the region's bytes
+    back anyway; then there may be no phases between the two.
     """
 
     region: Region
     phases: tuple[int, ...]
+    last_use: int
     next_use: int
     last_change: int | None
+    is_replaced: bool
+    is_restored: bool
+
+    @property
+    def return_bytes(self) -> int:
+        return 0 if self.is_replaced else self.region.return_bytes
+
+    @property
+    def rebuild_bytes(self) -> int:
+        return 0 if self.is_replaced else self.region.rebuild_bytes
 
     def leave_bytes(self, *, is_first: bool) -> int:
         """Copied to the keeper for a sleep in the gap, the first or a later one since the region's last change."""
@@ -104,10 +118,14 @@ class _Gap:
 
 @dataclass(frozen=True)
 class _Sleep:
-    """A region asleep in ``phases``, some or all of a gap."""
+    """A region asleep in ``phases``, some or all of a gap; in none of them where it is only restored."""
 
     gap: _Gap
     phases: tuple[int, ...]
+
+    @property
+    def leaves_at(self) -> int:
+        return self.phases[0] if self.phases else self.gap.last_use
 
 
 @dataclass(frozen=True)
@@ -123,10 +141,12 @@ def _gaps(region: Region, step: Sequence[LoopPhase]) -> Iterator[_Gap]:
     uses = [position for position, phase in enumerate(step) if region.name in phase.uses]
     changes = [position for position in uses if region.name in step[position].changes]
     for use, next_use in zip(uses, uses[1:] + uses[:1], strict=True):
-        length = (next_use - use - 1) % len(step)
-        if length:
+        length, is_restored = (next_use - use - 1) % len(step), region.name in step[next_use].restores
+        if length or is_restored:
             last_change = max((change for change in changes if change <= use), default=max(changes, default=None))
-            yield _Gap(region, tuple((use + 1 + n) % len(step) for n in range(length)), next_use, last_change)
+            phases = tuple((use + 1 + n) % len(step) for n in range(length))
+            is_replaced = region.name in step[next_use].replaces
+            yield _Gap(region, phases, use, next_use, last_change, is_replaced, is_restored)
 
 
 class _Search:
@@ -165,7 +185,7 @@ class _Search:
 
     def _least_copied_bytes(self, gap: _Gap) -> int:
         together = [other for other in self._gaps if (other.region, other.last_change) == (gap.region, gap.last_change)]
-        returned = gap.region.return_bytes if gap.region.rebuilt_from is None else 0
+        returned = gap.return_bytes if gap.region.rebuilt_from is None else 0
         return gap.leave_bytes(is_first=len(together) == 1) + returned
 
     def _decide(self, sleeps: list[_Sleep], *, decided: int, cost: int, free: list[int], reserve: list[int]) -> None:
@@ -182,7 +202,7 @@ class _Search:
             left, then_reserved, copied, then_sleeps = list(free), list(reserve), 0, sleeps
             for position in gap.phases:
                 left[position] -= gap.region.size_bytes if position not in asleep else 0
-            if asleep:
+            if asleep or gap.is_restored:
                 copied, beside = self._copied_bytes(gap, sleeps)
                 then_reserved[gap.next_use] = max(reserve[gap.next_use], beside)
                 left[gap.next_use] -= then_reserved[gap.next_use] - reserve[gap.next_use]
@@ -194,7 +214,7 @@ class _Search:
         together = [s.gap for s in sleeps if (s.gap.region, s.gap.last_change) == (gap.region, gap.last_change)]
         left, source = gap.leave_bytes(is_first=not together), gap.region.rebuilt_from
         if source is None or any(s.gap.region.name == source and gap.next_use in s.phases for s in sleeps):
-            return left + gap.region.return_bytes, gap.region.rebuild_bytes
+            return left + gap.return_bytes, gap.rebuild_bytes
         return left, 0
 
     def _bound(self, decided: int, free: Sequence[int]) -> int | None:
@@ -221,13 +241,13 @@ def _copies(sleeps: Sequence[_Sleep], step: Sequence[LoopPhase], states: Mapping
     copies = []
     for sleep in sleeps:
         gap, region = sleep.gap, sleep.gap.region
-        together = [s.phases[0] for s in sleeps if (s.gap.region, s.gap.last_change) == (region, gap.last_change)]
+        together = [s for s in sleeps if (s.gap.region, s.gap.last_change) == (region, gap.last_change)]
         since = -1 if gap.last_change is None else gap.last_change
-        first = min(together, key=lambda position: (position - since - 1) % len(step))
-        copies.append(_Copy(sleep, True, gap.leave_bytes(is_first=sleep.phases[0] == first)))
+        first = min(together, key=lambda s: (s.leaves_at - since - 1) % len(step))
+        copies.append(_Copy(sleep, True, gap.leave_bytes(is_first=sleep is first)))
         source = region.rebuilt_from
         is_rebuilt = source is not None and states[source][gap.next_use] is not State.ASLEEP
-        copies.append(_Copy(sleep, False, 0 if is_rebuilt else region.return_bytes))
+        copies.append(_Copy(sleep, False, 0 if is_rebuilt else gap.return_bytes))
     return [copy for copy in copies if copy.size_bytes]
 
 
@@ -258,13 +278,15 @@ class _Table:
         for copy in copies:
             if not copy.to_host:
                 use = copy.sleep.gap.next_use
-                self._reserve[use] = max(self._reserve[use], copy.sleep.gap.region.rebuild_bytes)
+                self._reserve[use] = max(self._reserve[use], copy.sleep.gap.rebuild_bytes)
         moves = []
         for copy in sorted(copies, key=lambda copy: -copy.size_bytes):
             region, phases = copy.sleep.gap.region, copy.sleep.phases
-            states, at = self.states[region.name], phases[0] if copy.to_host else phases[-1]
+            states, before_use = self.states[region.name], (copy.sleep.gap.next_use - 1) % len(self._step)
+            at = copy.sleep.leaves_at if copy.to_host else (before_use, *phases)[-1]
             is_longer = any(states[position] is State.ASLEEP for position in phases if position != at)
-            beside = region.copies_beside_work and is_longer and self._fits(region, at)
+            may_run_beside = region.copies_beside_work and (copy.to_host or not copy.sleep.gap.is_restored)
+            beside = may_run_beside and is_longer and self._fits(region, at)
             if beside:
                 states[at] = State.GOES if copy.to_host else State.COMES
             elif not copy.to_host:

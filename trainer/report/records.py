@@ -3,13 +3,15 @@
 `metrics.jsonl` holds one record at the end of the supervised warm-up (step 0) and one per PPO step:
     step, reward, kl, entropy, {actor,critic}/{loss,grad_norm,clip_fraction}, critic/explained_variance,
     response_length, truncated_fraction, seconds/<phase>, host_rss_bytes, asleep_{released,backup}_bytes,
+    moved_to_{host,device}_bytes, moving_seconds (of calls that put regions to sleep or wake them up),
     tokens_per_second/{<phase>,step}, tokens_per_second_per_rank/step and, where the device's peak is known,
     mfu/{<phase>,step} (trainer/measure/throughput.py); nothing of a critic where there is none;
     step 0 also parameters/<role> (how many parameters the bytes of memory.jsonl belong to);
     the first, the last and those that algo.evaluate_every or checkpoint.keep_best asks for also heldout_accuracy;
     the last weights_sha256/<role>.
 `memory.jsonl` holds, in the order in which things happened, one record per region and sleep or wake-up
-    step, phase, role, kind, flag, keeper, state ("asleep" | "awake"), released_bytes, backup_bytes, seconds
+    step, phase, role, kind, flag, keeper, state ("asleep" | "awake"), released_bytes, backup_bytes, seconds,
+    to_host_bytes, to_device_bytes (of a role: what it has copied since its last record)
 and one at the end of every phase
     step, phase, time_seconds (wall clock), rss_bytes, pss_bytes, gpu_allocated_bytes, gpu_used_bytes,
 (pss_bytes null in most of them: it is slow to ask for)

@@ -1,4 +1,5 @@
-"""The weights backuper: named sets of a model's tensors in host memory, one exact-size arena per tag.
+"""The weights backuper: named sets of a model's tensors, one exact-size arena per tag, in host memory or, where there
+is room to switch without the bus, in the GPU's.
 
 Reinforcement learning needs several versions of one model's weights (actor, reference); one copy of each lies here
 and is switched into the model in place. The idea and the vocabulary (tags, ``source_getter``, ``single_tag``) are
@@ -8,13 +9,13 @@ hold its parts alone (``memory.tags=sharded``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from trainer.memory.arena import HostArena, HostArenas
+from trainer.memory.arena import Arena, Copies, HostArena, HostArenas
 
 SourceGetter = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
@@ -35,7 +36,7 @@ class Layout(Protocol):
         ...
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The host tensor that every rank's ``part`` adds up to."""
+        """The tensor that every rank's ``part`` adds up to."""
         ...
 
 
@@ -82,7 +83,8 @@ class TensorBackuper:
 
     def __init__(self, source_getter: SourceGetter, *, arenas: HostArenas, layout: Layout) -> None:
         self._source_getter, self._arenas, self._layout = source_getter, arenas, layout
-        self._tags: dict[str, tuple[HostArena, dict[str, torch.Tensor]]] = {}
+        self.copies = Copies()
+        self._tags: dict[str, tuple[Arena, dict[str, torch.Tensor]]] = {}
 
     @classmethod
     def create(
@@ -117,10 +119,10 @@ class TensorBackuper:
     @property
     def host_bytes(self) -> int:
         """Host memory of all tags, in bytes."""
-        return sum(arena.size_bytes for arena, _ in self._tags.values())
+        return sum(map(self.bytes_of, self._tags))
 
     def backup(self, tag: str) -> None:
-        """Copy the source tensors to host memory under ``tag``."""
+        """Copy the source tensors to the arena of ``tag``."""
         sources = self._sources()
         if tag not in self._tags:
             self._tags[tag] = self._new_tag(tag, sources)
@@ -128,6 +130,7 @@ class TensorBackuper:
         _check_same(sources, copies, tag)
         for name, tensor in sources.items():
             copies[name].copy_(tensor.detach(), non_blocking=True)
+        self.copies.to_host += self.bytes_of(tag)
         _synchronize()
 
     def restore(self, tag: str) -> None:
@@ -138,6 +141,7 @@ class TensorBackuper:
             for name, tensor in sources.items():
                 tensor.copy_(copies[name], non_blocking=True)
         self._layout.complete()
+        self.copies.to_device += self.bytes_of(tag)
         _synchronize()
 
     def copy(self, *, src_tag: str, dst_tag: str) -> None:
@@ -149,8 +153,8 @@ class TensorBackuper:
             tensor.copy_(copies[name])
 
     def get(self, tag: str) -> Mapping[str, torch.Tensor]:
-        """Name -> whole host tensor of a tag: a view into its arena or, where ranks share it, gathered when it is asked
-        for. Then every rank of the data-parallel group must ask for the same names in the same order."""
+        """Name -> whole tensor of a tag: a view into its arena or, where ranks share it, gathered when it is asked for.
+        Then every rank of the data-parallel group must ask for the same names in the same order."""
         copies = self._copies(tag)
         return LazyTensors(tuple(copies), lambda name: self._layout.whole(name, copies[name]))
 
@@ -170,7 +174,17 @@ class TensorBackuper:
     def bytes_of(self, tag: str) -> int:
         """Host memory of one tag on this rank, in bytes."""
         self._copies(tag)
-        return self._tags[tag][0].size_bytes
+        arena = self._tags[tag][0]
+        return 0 if arena.is_on_device else arena.size_bytes
+
+    def place(self, tags: Collection[str]) -> None:
+        """Keep ``tags`` in device memory and all others in host memory from now on; a tag that lies elsewhere moves."""
+        self._arenas.on_device = frozenset(f"weights/{tag}" for tag in tags)
+        for tag, (arena, copies) in list(self._tags.items()):
+            if arena.is_on_device != (tag in tags):
+                self._tags[tag] = self._new_tag(tag, copies)
+                for name, tensor in self._copies(tag).items():
+                    tensor.copy_(copies[name])
 
     def _sources(self) -> dict[str, torch.Tensor]:
         pairs = list(self._source_getter())
@@ -181,8 +195,8 @@ class TensorBackuper:
             raise ValueError(f"two tensors of the model are called {repeated}")
         return {name: self._layout.own_part(name, tensor) for name, tensor in sources.items()}
 
-    def _new_tag(self, tag: str, like: Mapping[str, torch.Tensor]) -> tuple[HostArena, dict[str, torch.Tensor]]:
-        arena = self._arenas.take(f"weights/{tag}", HostArena.bytes_needed(like.values()))
+    def _new_tag(self, tag: str, like: Mapping[str, torch.Tensor]) -> tuple[Arena, dict[str, torch.Tensor]]:
+        arena = self._arenas.take_for_tag(tag, HostArena.bytes_needed(like.values()))
         arena.wait_until_ready()
         return arena, {name: arena.empty_like(tensor) for name, tensor in like.items()}
 

@@ -7,9 +7,9 @@ and the restore of its bytes is impossible through the public methods: :meth:`Ro
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -34,6 +34,7 @@ from trainer.roles.digest import digest
 TRAINING = frozenset(KINDS)
 FORWARD = frozenset({"param"})
 MIB = 2**20
+Result = TypeVar("Result")
 
 
 class Role:
@@ -53,6 +54,8 @@ class Role:
         arenas: HostArenas,
     ) -> None:
         self.name, self.spec, self.config = name, role_spec(config, name), config.roles[name]
+        self._saver, self._trains_alone = saver, config.world_size == 1
+        self._computes_alone = config.parallel.model_ranks == config.parallel.expert == 1
         self._plan, self._regions = plan, RoleRegions(name, plan=plan, saver=saver, observer=observer)
         self._rebuilds = plan.row(name, "param").keeper == "main_params"
         gpts = build_chunks(
@@ -93,7 +96,9 @@ class Role:
                 arenas=arenas,
                 layout=ParamShards(self.chunks) if is_shared else None,
             )
+            self._regions.count(self.backuper.copies)
             self._backup_if_trained()
+        saver.turns.add(self)
 
     def _wrap(self, gpt: GPTModel, ddp: DdpConfig) -> DistributedDataParallel:
         grad, param = (bool(self._plan.row(self.name, kind).flag) for kind in ("grad", "param"))
@@ -159,20 +164,41 @@ class Role:
         needs_main_params = "param" in kinds and self._rebuilds and tag == self.name
         if needs_main_params and self._regions.keeper_of_sleeping_state is None:
             kinds = kinds | {"optim"}
-        self._regions.wake_up(kinds, backuper_bytes=self._backuper_bytes())
+        self._saver.turns.map(
+            self.name, kinds, lambda: self._regions.wake_up(kinds, backuper_bytes=self._backuper_bytes())
+        )
         if "param" in kinds and self._active_tag != tag:
             self._backup_if_trained()
             self._switch_model(tag)
 
     @contextmanager
     def awake(self, *, kinds: Collection[str] = TRAINING, tag: str | None = None) -> Iterator[None]:
-        """Awake inside, asleep after, also when the body raises."""
+        """Awake inside, asleep after, also when the body raises, unless a schedule lets it stay awake for now."""
         self._refuse_in_training("awake")
         try:
             self.wake_up(kinds=kinds, tag=tag)
             yield
         finally:
-            self.sleep()
+            self._saver.turns.done(self)
+
+    def start_saving(self) -> None:
+        """Begin to copy the awake optimizer state to its keeper, beside other work; nothing to do if that is the
+        saver."""
+        self._regions.start_saving()
+
+    def fetch(self) -> None:
+        """Map the sleeping optimizer state and begin to copy it back, beside other work."""
+        self._regions.wake_up({"optim"}, backuper_bytes={})
+
+    def place_tags(self, tags: Collection[str]) -> None:
+        """Keep the copies of ``tags`` in GPU memory, and those of all others in host memory."""
+        if self.backuper is not None:
+            self.backuper.place(tags)
+
+    def repeated(self, work: Callable[[], Result], *, trains: bool = False) -> Result:
+        """What ``work``, passes of this role, returns; see :class:`trainer.memory.turns.Turns`."""
+        is_alone = self._trains_alone if trains else self._computes_alone
+        return self._saver.turns.repeated(work, is_collective=not is_alone)
 
     @contextmanager
     def readable(self) -> Iterator[list[Share]]:
@@ -200,7 +226,7 @@ class Role:
             ]
             yield [*weights, *self._shares_of_further_tags(), *state]
         finally:
-            self.sleep()
+            self._saver.turns.done(self)
 
     @contextmanager
     def overwriting(self, *, tags: Collection[str]) -> Iterator[list[Share]]:
@@ -301,8 +327,9 @@ class Role:
         no backuper."""
         self._refuse_in_training("backup")
         self.require(FORWARD)
-        self._backup_if_trained()
-        self._regions.start_saving()
+        if not self._saver.turns.keeps_awake:  # else it waits for the switch or the sleep that needs it
+            self._backup_if_trained()
+            self._regions.start_saving()
 
     def _backup_if_trained(self) -> None:
         keeps_own_tag = self.backuper is not None and not self._rebuilds
@@ -324,7 +351,8 @@ class Role:
 
     def weights_on_host(self, tag: str) -> Mapping[str, torch.Tensor]:
         """Name -> tensor of the weights of ``tag`` in host memory. The role sleeps before and afterwards, if models do.
-        Its own weights are copied where no backup keeps them."""
+        Its own weights are copied where no backup keeps them; a tag that the GPU keeps is there."""
+        self._backup_if_trained()
         if self.backuper is not None and (tag != self.name or tag in self.backuper.backup_tags):
             return self.backuper.get(tag)
         copy = TensorBackuper.create(source_getter=lambda: named_tensors(self.chunks))
@@ -373,7 +401,10 @@ class Role:
         """Optimizer step on the gradients in the buffers -> (updated, gradient norm before clipping)."""
         self.require(TRAINING, tag=self.name)
         self._regions.will_change()
-        updated, grad_norm = optimizers.step(self.optimizer)
+        try:
+            updated, grad_norm = optimizers.step(self.optimizer)
+        except torch.OutOfMemoryError as error:  # some of the parameters have moved: no pass can be repeated
+            raise RuntimeError(f"the {self.name}'s optimizer step ran out of GPU memory: {error}") from error
         self._trained_since_backup = True
         return updated, grad_norm
 

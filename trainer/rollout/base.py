@@ -59,10 +59,12 @@ class RolloutEngine(Protocol):
     """Draws responses under the actor's weights, and sleeps while others are at work.
 
     Attributes:
+        name: ``engine``, for those who decide on its sleep.
         has_own_weights: it samples from a copy, which :meth:`sync` brings up to date before a rollout, and the actor
             sleeps in the rollout. Otherwise it computes with the actor's own parameters and :meth:`awake` wakes these.
     """
 
+    name: str
     has_own_weights: bool
 
     def sync(self, actor: Role) -> None:
@@ -71,7 +73,8 @@ class RolloutEngine(Protocol):
         ...
 
     def awake(self) -> AbstractContextManager[None]:
-        """:meth:`generate` works inside; after it, the engine is asleep. Communicators may be gone inside (see
+        """:meth:`generate` works inside; after it, the engine is asleep unless a schedule lets it stay awake for now,
+        and what it holds is lost either way. Communicators may be gone inside (see
         :mod:`patches.reloadable_groups`) where the engine needs none."""
         ...
 
@@ -85,6 +88,10 @@ class RolloutEngine(Protocol):
             numbers: of the responses among those of all ranks, so that each has draws of its own; None: 0 to n - 1.
             greedy: take the most probable token instead (log-probs stay those under the temperature).
         """
+        ...
+
+    def is_asleep(self, kind: str = "") -> bool:
+        """Whether its memory is released; it has no kinds."""
         ...
 
     def sleep(self) -> None:

@@ -26,6 +26,7 @@ from trainer.memory.regions import MemoryObserver
 from trainer.memory.saver import RegionBytes, Saver
 from trainer.models.generation import end_token_ids, vocabulary_settings
 from trainer.models.hf_bridge import check_names, hf_config, to_hf, views_by_file_name
+from trainer.plan.holdings import ENGINE
 from trainer.roles.role import FORWARD, Role
 from trainer.rollout.base import Responses, check_prompts, decoded
 from trainer.rollout.stops import StopStrings
@@ -45,7 +46,7 @@ class HfEngine:
     A new engine occupies its memory but holds no weights: put it to sleep, or :meth:`wake_up` to load some.
     """
 
-    has_own_weights = True
+    has_own_weights, name = True, ENGINE
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class HfEngine:
             for tensor in _tensors(self.model):
                 tensor.data = torch.empty_like(tensor, device=torch.cuda.current_device())
         self._is_loaded = False
+        saver.turns.add(self)
 
     # ---- sleep and wake-up -------------------------------------------------------------------------------------
 
@@ -84,12 +86,16 @@ class HfEngine:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Rollouts happen inside, without any communicator; asleep after."""
+        """Rollouts happen inside, without any communicator; without weights, and as a rule asleep, after."""
         try:
             with process_groups_destroyed():
                 yield
         finally:
-            self.sleep()
+            self._is_loaded = False
+            self._saver.turns.done(self)
+
+    def is_asleep(self, kind: str = "") -> bool:
+        return self._saver.is_asleep(_TAG)
 
     @torch.no_grad()
     def wake_up(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -101,8 +107,7 @@ class HfEngine:
             MemoryError: the device has too little free memory; nothing was woken.
         """
         self._is_loaded = False
-        if self._saver.is_asleep(_TAG):
-            self._timed("awake", self._saver.wake_up)
+        self._saver.turns.map(self.name, (), self._map)
         for tensor, host_copy in self._host_copies:
             tensor.copy_(host_copy)
         parameters = views_by_file_name(dict(self.model.named_parameters()), model=self._architecture)
@@ -118,6 +123,10 @@ class HfEngine:
             loaded.add(name)
         check_names(loaded, wanted=parameters)
         self._is_loaded = True
+
+    def _map(self) -> None:
+        if self._saver.is_asleep(_TAG):
+            self._timed("awake", self._saver.wake_up)
 
     def sleep(self) -> None:
         """Release the weights; an engine that is asleep stays so."""

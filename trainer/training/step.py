@@ -122,7 +122,8 @@ def _forward(role: Role, batch: SequencesT, read: Reader, *, split: Split) -> tu
         return read(_head(role), work.given, output)
 
     with torch.no_grad():
-        results = _run_schedule(role, _works(batch, parts, split), on_output, forward_only=True)
+        works = _works(batch, parts, split)
+        results = role.repeated(lambda: _run_schedule(role, works, on_output, forward_only=True))
     found = tuple(in_order(tensors, parts, batch=batch) for tensors in zip(*results, strict=True))
     return tensors_from_last_stage(found)
 
@@ -154,6 +155,10 @@ def train_minibatch(role: Role, batch: SequencesT, loss: Loss[SequencesT], *, sp
         The reported sums over all micro-batches and ranks, plus ``loss_sum``, ``loss_count``, ``grad_norm`` and
         ``skipped`` (1.0 if the gradient norm was not finite); of a mixture of experts also ``aux_loss_sum``.
     """
+    return role.repeated(lambda: _train_minibatch(role, batch, loss, split=split), trains=True)
+
+
+def _train_minibatch(role: Role, batch: SequencesT, loss: Loss[SequencesT], *, split: Split) -> dict[str, float]:
     reports: list[dict[str, Tensor]] = []
     model = role.config.model
     balance, is_mixture = LoadBalance(layers=model.layers), model.num_experts is not None

@@ -22,6 +22,7 @@ from trainer.config.schema import ModelConfig, RolloutConfig
 from trainer.memory.regions import MemoryObserver
 from trainer.memory.saver import RegionBytes, Saver
 from trainer.models.generation import end_token_ids
+from trainer.plan.holdings import ENGINE
 from trainer.roles.role import FORWARD, Role
 from trainer.rollout.base import Responses, check_prompts
 from trainer.rollout.native import attention
@@ -49,7 +50,7 @@ _STEPS = 16  # of a GPU between two looks at which rows have ended; a CPU looks 
 class NativeEngine:
     """A :class:`trainer.rollout.base.RolloutEngine` without weights of its own."""
 
-    has_own_weights = False
+    has_own_weights, name = False, ENGINE
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class NativeEngine:
                 is_fixed=rollout.batch_invariant,
             )
         self._is_ready = False
+        saver.turns.add(self)
 
     # ---- sleep and wake-up -----------------------------------------------------------------------------------------
 
@@ -101,24 +103,32 @@ class NativeEngine:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Rollouts happen inside, the actor awake; both asleep after. Without communicators, where none is needed."""
+        """Rollouts happen inside, the actor awake; as a rule both sleep after. Without communicators, where none is
+        needed."""
         with self._actor.awake(kinds=FORWARD):
             try:
                 self.wake_up()
                 with nullcontext() if self._is_collective else process_groups_destroyed():
                     yield
             finally:
-                self.sleep()
+                self._is_ready = False
+                self._saver.turns.done(self)
+
+    def is_asleep(self, kind: str = "") -> bool:
+        return all(map(self._saver.is_asleep, self._tags()))
 
     def wake_up(self) -> None:
         """Map the engine's memory. The actor must be awake with its own weights, and stay so until :meth:`sleep`."""
         self._actor.require(FORWARD, tag=self._actor.name)
+        self._saver.turns.map(self.name, (), self._map)
+        self._slots.reset()
+        self._is_ready = True
+
+    def _map(self) -> None:
         asleep = [tag for tag in self._tags() if self._saver.is_asleep(tag)]
         self._saver.check_room(asleep)
         for tag in asleep:
             self._timed(tag, "awake", self._saver.wake_up)
-        self._slots.reset()
-        self._is_ready = True
 
     def sleep(self) -> None:
         """Release the engine's memory; an engine that is asleep stays so."""
@@ -180,11 +190,20 @@ class NativeEngine:
         sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p, greedy)
         numbers = range(len(prompts)) if numbers is None else numbers
         limits = [rollout.max_new_tokens] * len(prompts) if limits is None else limits
-        scheduler = Scheduler.of(prompts, numbers, limits, cache=self._cache)
-        results = Results(len(prompts), columns=rollout.max_new_tokens, device=self._slots.tokens.device)
-        with _nondeterministic_allowed():
-            while self._advance(scheduler, results, seed=seed, sampling=sampling):
-                pass
+
+        def draw() -> Results:
+            scheduler = Scheduler.of(prompts, numbers, limits, cache=self._cache)
+            results = Results(len(prompts), columns=rollout.max_new_tokens, device=self._slots.tokens.device)
+            try:
+                with _nondeterministic_allowed():
+                    while self._advance(scheduler, results, seed=seed, sampling=sampling):
+                        pass
+            except torch.OutOfMemoryError:
+                self._slots.reset()  # rows that were on their way are drawn anew, if at all
+                raise
+            return results
+
+        results = self._saver.turns.repeated(draw, is_collective=self._is_collective)
         results.check_finite(prompts)
         limit = rollout.max_prompt_tokens + rollout.max_new_tokens
         pad: int = self._tokenizer.pad_token_id  # type: ignore[assignment]
@@ -237,7 +256,7 @@ class NativeEngine:
         try:
             self._graphs.capture((count, sampling), step)
         except torch.OutOfMemoryError:
-            if count == 1:
+            if count == 1 or self._saver.turns.can_make_room:
                 raise
             self._most_rows = count // 2
             warnings.warn(
