@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers.composing import SMALL, config_of, footprint_of
 from tests.helpers.gpu_worker import run_scenarios
-from tests.helpers.invariance import CASES, numbers
+from tests.helpers.invariance import CASES, numbers, scheduled_cases
 from tests.helpers.invariance_worker import run_matrix
 from tests.helpers.recording import lasting
 from trainer.command.launch import launch
@@ -50,7 +50,9 @@ def has_nvcomp():
 def bits_of(name, log_dir, *overrides, nproc=1):
     small = [override for override in SMALL if not override.startswith("platform")]
     strict = ("platform=cuda", "platform.deterministic=true", "memory.poison=true")
-    config = config_of(*small, *strict, *CASES[name], f"launch.nproc={nproc}", *overrides)
+    case = CASES[name] if name in CASES else scheduled_cases(nproc=nproc)[name]
+    case = case if any(override.startswith("offload=") for override in case) else (*case, "offload=train")
+    config = config_of(*small, *strict, *case, f"launch.nproc={nproc}", *overrides)
     return numbers(on_gpu(run_matrix, ({name: config}, None), log_dir / name, nproc=nproc)[name])
 
 
@@ -58,7 +60,8 @@ def config_of_policy(policy):
     """The config of a memory policy, of another way of the saver's, or of a mixture of experts."""
     model = (*MIXTURE, "memory=lean") if policy == "mixture" else MEDIUM
     memory = OTHER_SAVERS.get(policy, (f"memory={policy}",) if policy in POLICIES else ())
-    return config_of(*model, *memory, *SHORT, "platform=cuda", "memory.poison=true", "checkpoint.every_steps=1")
+    on_gpu = ("platform=cuda", "offload=train", "memory.poison=true", "checkpoint.every_steps=1")
+    return config_of(*model, *memory, *SHORT, *on_gpu)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +82,7 @@ def measured(tmp_path_factory):
 def test_every_policy_computes_the_bits_of_offload_none(tmp_path):
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(4, mp_context=spawn) as pool:  # fresh workers each: a process keeps its saver
-        names = [name for name in CASES if "packed" not in name or has_nvcomp()]
+        names = [name for name in (*CASES, *scheduled_cases(nproc=1)) if "packed" not in name or has_nvcomp()]
         bits = {name: pool.submit(bits_of, name, tmp_path) for name in names}
         for name in names:
             assert bits[name].result() == bits["none"].result(), name
@@ -203,7 +206,7 @@ def test_a_resumed_run_equals_the_unbroken_one(tmp_path):
     """Every number, and the bits of weights and moments: saved in the background while the models sleep, under one
     policy, and resumed under another."""
     small = [override for override in SMALL if not override.startswith("platform")]
-    common = (*small, "platform=cuda", "platform.deterministic=true", "checkpoint.every_steps=1")
+    common = (*small, "platform=cuda", "offload=train", "platform.deterministic=true", "checkpoint.every_steps=1")
 
     def last_record(name, *overrides):
         command = [sys.executable, "-m", "trainer", *common, f"hydra.run.dir={tmp_path / name}", *overrides]

@@ -31,7 +31,10 @@ def scheduled_cases(*, nproc):
     """Name -> overrides of ``offload=auto`` for each of ``KEEPERS``: with room for everything, for one role that trains
     and the engine, and for the largest phase alone."""
     return {
-        f"{keeper}, room for {name}": (*CASES[keeper], "offload=auto", f"launch.gpu_memory_gib={size_bytes / 2**30!r}")
+        f"{keeper}, room for {name}": (
+            *CASES[keeper],
+            *("offload=auto", "offload.reserve_gib=0", f"launch.gpu_memory_gib={size_bytes / 2**30!r}"),
+        )
         for keeper in KEEPERS
         for name, size_bytes in _rooms(CASES[keeper], nproc=nproc).items()
     }
