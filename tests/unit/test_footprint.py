@@ -276,3 +276,35 @@ def test_what_the_machine_allows_counts_where_nothing_is_given():
         check(limited("memory=lean"), host_bytes=30 * 2**30)
     check(limited("memory=rebuild"), host_bytes=30 * 2**30)
     check(limited("memory=lean", host_memory_gib=40.0), host_bytes=30 * 2**30)
+
+
+AUTO = (*BENCH[:2], "offload=auto", "model.kernels=torch", "algo.micro_batch_size=16", "rollout.max_new_tokens=256")
+
+
+def test_what_never_sleeps_needs_no_host_memory():
+    """With room for everything on the card a scheduled run keeps nothing on the host; without, what it lets sleep."""
+    config = config_of(*AUTO)
+    check(config, host_bytes=2**30, gpu_bytes=139 * 2**30)
+    with pytest.raises(
+        ValueError, match=r"3\d\.\d+ GiB of host memory on the node, more than the 1\.00 that this machine"
+    ):
+        check(config, host_bytes=2**30, gpu_bytes=40 * 2**30)
+    check(config, host_bytes=64 * 2**30, gpu_bytes=40 * 2**30)
+
+
+def test_a_schedule_that_cannot_fit_is_refused_with_what_is_missing():
+    with pytest.raises(
+        ValueError, match=r"plan does not fit: the phase train_actor needs 3\d\.\d+ GiB .* 10\.00: .* missing"
+    ):
+        check(dataclasses.replace(config_of(*AUTO, "launch.gpu_memory_gib=10")))
+    check(config_of(*AUTO, "launch.gpu_memory_gib=40"), gpu_bytes=10 * 2**30)  # what is given counts
+
+
+def test_tags_that_stay_on_the_gpu_are_counted_there():
+    whole, tight = (plan_of(*AUTO, f"launch.gpu_memory_gib={gib}") for gib in (139, 36))
+    for found, on_gpu in ((whole, True), (tight, False)):
+        (ref,) = (h for h in found.of_role("actor") if h.kind == "weights/ref")
+        assert (ref.train_bytes > 0, ref.host_asleep_bytes > 0) == (on_gpu, not on_gpu)
+    peak = max(whole.schedule.awake_bytes(phase.name) for phase in whole.schedule.phases)
+    assert whole.device_peak_bytes >= peak  # more, while the critic is built
+    assert whole.refusal is None

@@ -13,6 +13,7 @@ from tests.helpers.composing import config_of
 from tests.helpers.saver_library import library_replaced
 from trainer.command import attempts, launch_environment
 from trainer.command.nodes import Nodes
+from trainer.memory.cuda_regions import room_message
 from trainer.memory.regions import RoleRegions
 from trainer.memory.saver import MemorySaver, make_saver
 from trainer.plan import make_plan
@@ -78,3 +79,13 @@ def test_ddps_buffers_have_the_backend_of_the_config(kind):
         {"tag": tag, "enable_cpu_backup": True, "cpu_backup_backend": "mmap"},
         {"tag": tag, "enable_cpu_backup": False, "cpu_backup_backend": None},
     ]
+
+
+def test_memory_that_is_missing_is_told_with_who_holds_it():
+    gib = 2**30
+    message = room_message(["critic/param"], needed=2 * gib, free=gib, total=80 * gib, own=30 * gib)
+    assert message.startswith(
+        "waking critic/param needs 2.00 GiB of GPU memory and 1.00 of 80.00 GiB are free: 1.00 GiB"
+    )
+    assert "This rank's tensors hold 30.00 GiB, CUDA and other processes 49.00 (nvidia-smi names them)" in message
+    assert all(override in message for override in ("launch.gpu_memory_gib", "offload=auto", "algo.micro_batch_size"))
