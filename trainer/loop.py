@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.algo.estimators import AdvantageEstimator
 from trainer.algo.kl import next_kl_coef
+from trainer.algo.policy_losses import PolicyLoss
 from trainer.checkpoint.state import Checkpoints
 from trainer.checkpoint.step_saver import StepSaver
 from trainer.common.seeds import seed_for
@@ -27,10 +27,11 @@ from trainer.config.schema import AlgoConfig, Config
 from trainer.data.batch import Experience, RolloutBatch
 from trainer.data.prompts import Prompts
 from trainer.measure import metrics, throughput
+from trainer.measure.accuracy import heldout_metrics, sampled_metrics
 from trainer.measure.diagnostics import StepTraces
 from trainer.measure.phases import Phases
 from trainer.megatron import optimizer
-from trainer.megatron.groups import combined_digest, data_parallel_rank, sum_over_ranks
+from trainer.megatron.groups import combined_digest, data_parallel_rank
 from trainer.megatron.sharding import OUTPUT, named_tensors
 from trainer.report import Progress, RunRecords
 from trainer.roles.backuper import LazyTensors
@@ -38,7 +39,8 @@ from trainer.roles.role import FORWARD, Role
 from trainer.rollout.base import RolloutEngine
 from trainer.training import step
 from trainer.training.balance import Exchange
-from trainer.training.experience import Judgement, agreed_responses, experience_of, rollout_batch
+from trainer.training.drawing import draw
+from trainer.training.experience import Credit, Judgement, experience_of
 from trainer.training.finite import require_finite_loss, require_progress
 from trainer.training.micro_batches import Split
 
@@ -51,7 +53,8 @@ class Run:
 
     config: Config
     prompts: Prompts
-    estimator: AdvantageEstimator
+    credit: Credit
+    policy_loss: PolicyLoss
     roles: Mapping[str, Role]
     engine: RolloutEngine
     phases: Phases
@@ -111,7 +114,7 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
     if resumed is None:
         record: dict[str, Any] = {
             "step": 0,
-            "heldout_accuracy": evaluate(run, at_step=0),
+            **evaluate(run, at_step=0),
             **{f"parameters/{name}": role.parameter_count() for name, role in run.roles.items()},
             **phases.end_step(),
         }
@@ -127,9 +130,10 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
         last = record
         with saver.around_step_after(last, kl_coef=kl_coef), outputs.trace(step_number):
             record = {"step": step_number, **ppo_step(run, step_number, schedules=schedules, kl_coef=kl_coef)}
-        kl_coef = _next_kl_coef(run.config, kl_coef, record.get("kl"))
+        if step_number > settings.critic_warmup_steps:  # while only the critic trains, there is nothing to steer
+            kl_coef = _next_kl_coef(run.config, kl_coef, record.get("kl"))
         if _needs_accuracy(settings, step_number, checkpoints):
-            record["heldout_accuracy"] = evaluate(run, at_step=step_number)
+            record |= evaluate(run, at_step=step_number)
         if step_number == settings.num_steps:
             record |= _weights_sha256(run, step_number)
         record |= phases.end_step()
@@ -148,7 +152,8 @@ def warm_up(run: Run, outputs: Outputs) -> None:
     loss = step.supervised_loss(vocab_size=run.vocab_size)
     with run.phases.phase("warm_up", step=0), actor.awake():
         for number in range(1, settings.warmup_steps + 1):
-            optimizer.set_learning_rate(actor.optimizer, settings.warmup_lr)
+            share = optimizer.rise_and_fall(number, total=settings.warmup_steps)
+            optimizer.set_learning_rate(actor.optimizer, share * settings.warmup_lr)
             batch = run.prompts.supervised_batch(number)
             split = Split.of_training(run.config)
             sums = step.train_minibatch(actor, batch, loss, split=split)
@@ -156,6 +161,8 @@ def warm_up(run: Run, outputs: Outputs) -> None:
             if outputs.progress:
                 mean = sums["loss_sum"] / sums["loss_count"]
                 outputs.progress.warm_up(number, total=settings.warmup_steps, loss=mean)
+        if settings.warmup_steps:
+            actor.restart_optimizer()  # what the supervised steps left in it would go on moving the policy
         if settings.uses_reference:
             actor.copy_to_tag(REFERENCE)
     if run.critic and run.config.critic_starts_from_actor:
@@ -176,21 +183,23 @@ def start_critic_from(weights: Mapping[str, Tensor], critic: Role) -> None:
 
 def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: float) -> dict[str, float]:
     """One step: from prompts to trained critic and actor."""
-    experience = collect(run, number, kl_coef=kl_coef)
+    found, experience = collect(run, number, kl_coef=kl_coef)
     learnt = learn(run, experience, number, schedules=schedules, kl_coef=kl_coef)
     with run.phases.phase("report", step=number):
         work = throughput.of_step(run.config, experience, vocab_size=run.vocab_size, scoring=run.scoring_phases)
         run.phases.rate_with(work.rates)
         return {
             **metrics.of_rollout(experience),
+            **found,
             **learnt,
             "kl_coef": kl_coef,
             **{f"{name}/lr": optimizer.learning_rate(role.optimizer) for name, role in run.learners.items()},
         }
 
 
-def collect(run: Run, number: int, *, kl_coef: float) -> Experience:
-    """Responses to the prompts of step ``number``, judged by all models and credited."""
+def collect(run: Run, number: int, *, kl_coef: float) -> tuple[dict[str, float], Experience]:
+    """Responses to the prompts of step ``number``, judged by all models and credited; and, of the groups as they were
+    drawn, what the metrics say."""
     config, phases, actor, critic = run.config, run.phases, run.actor, run.critic
     split = Split.of_scoring(config)
 
@@ -198,20 +207,13 @@ def collect(run: Run, number: int, *, kl_coef: float) -> Experience:
         with phases.phase("sync", step=number):
             run.engine.sync(actor)
     with phases.phase("rollout", step=number):
-        examples = run.prompts.for_step(number)
-        seed, first = seed_for(config.seed, "rollout", step=number), data_parallel_rank() * len(examples)
-        numbers = range(first, first + len(examples))
-        with run.engine.awake():
-            responses = run.engine.generate(run.prompts.encode(examples), seed=seed, numbers=numbers)
-        if config.parallel.model_ranks > 1:
-            responses = agreed_responses(responses)
-        scores = [0.0] * len(examples) if run.judges else run.prompts.scores(responses.texts, examples)
-        drawn = rollout_batch(responses, scores=scores, weights_step=number - 1)
-        exchange = Exchange.of(drawn, split)
-        moved = exchange.there(drawn)
+        drawn = draw(config, run.prompts, run.engine, step=number, is_judged=bool(run.judges))
+        batch = drawn.batch
+        exchange = Exchange.of(batch, split)
+        moved = exchange.there(batch)
     for phase, judge in run.judges.items():
         with phases.phase(phase, step=number), judge.awake(kinds=FORWARD):
-            drawn = drawn.paid(exchange.back(step.final_values(judge, moved, split=split)))
+            batch = batch.paid(exchange.back(step.final_values(judge, moved, split=split)))
     log_probs = _log_probs(run, moved, number)
     values = None
     if critic:
@@ -221,8 +223,10 @@ def collect(run: Run, number: int, *, kl_coef: float) -> Experience:
         of_phase = {phase: (exchange.back(one), exchange.back(other)) for phase, (one, other) in log_probs.items()}
         ref_log_probs, _ = of_phase.get(REFERENCE_PHASE, (None, None))
         judged = Judgement(ref_log_probs, *of_phase.get(LOG_PROBS_PHASE, (None, None)), values)
-        experience = experience_of(drawn, judged, settings=config.algo, estimator=run.estimator, kl_coef=kl_coef)
-        return exchange.there(experience)
+        experience = experience_of(batch, judged, settings=config.algo, credit=run.credit, kl_coef=kl_coef)
+        found = metrics.of_drawing(drawn.rounds, groups=drawn.drawn_groups, flat=drawn.flat_groups)
+        found |= metrics.of_groups(batch, group_size=config.algo.responses_per_prompt)
+        return found, exchange.there(experience)
 
 
 def _log_probs(run: Run, drawn: RolloutBatch, number: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -261,23 +265,32 @@ def learn(
             critic_sums = _train(run, critic, experience, step.value_loss(settings), number, schedules["critic"])
     if number > settings.critic_warmup_steps:
         with phases.phase("train_actor", step=number), actor.awake():
-            temperature = run.config.rollout.temperature
-            loss = step.policy_loss(settings, temperature=temperature, vocab_size=run.vocab_size, kl_coef=kl_coef)
-            actor_sums = _train(run, actor, experience, loss, number, schedules["actor"])
+            how = {"temperature": run.config.rollout.temperature, "vocab_size": run.vocab_size, "kl_coef": kl_coef}
+            loss = step.policy_loss(settings, run.policy_loss, **how)
+            actor_sums = _train(run, actor, experience, loss, number, schedules["actor"], target_kl=settings.target_kl)
             actor.backup()
     return {**metrics.of_critic(critic_sums), **metrics.of_actor(actor_sums)}
 
 
-def evaluate(run: Run, *, at_step: int) -> float:
-    """Mean verdict of the task on greedy responses to the held-out questions."""
+def evaluate(run: Run, *, at_step: int) -> dict[str, float | None]:
+    """Held-out accuracy for the record: the task's verdicts on greedy responses to held-out questions and, with
+    ``algo.evaluation_samples``, on so many that are drawn as in a rollout."""
+    settings = run.config.algo
     with run.phases.phase("evaluate", step=at_step):
         run.engine.sync(run.actor)
-        examples = run.prompts.heldout(run.config.algo.heldout_prompts)
+        examples = run.prompts.heldout(settings.heldout_prompts)
+        prompts, samples = run.prompts.encode(examples), settings.evaluation_samples
+        drawn: list[str] = []
         with run.engine.awake():
-            responses = run.engine.generate(run.prompts.encode(examples), seed=0, greedy=True)
-        scores = run.prompts.verdicts(responses.texts, examples)
-        sums = sum_over_ranks({"score": sum(scores), "count": len(scores)})
-    return sums["score"] / sums["count"]
+            greedy = run.engine.generate(prompts, seed=0, greedy=True).texts
+            if samples:
+                seed = seed_for(run.config.seed, "evaluation", step=at_step, rank=data_parallel_rank())
+                drawn = run.engine.generate([prompt for prompt in prompts for _ in range(samples)], seed=seed).texts
+        found = heldout_metrics(examples, run.prompts.verdicts(greedy, examples))
+        if samples:
+            repeated = [example for example in examples for _ in range(samples)]
+            found |= sampled_metrics(examples, run.prompts.verdicts(drawn, repeated), samples=samples)
+        return found
 
 
 def _needs_accuracy(settings: AlgoConfig, number: int, checkpoints: Checkpoints | None) -> bool:
@@ -287,14 +300,25 @@ def _needs_accuracy(settings: AlgoConfig, number: int, checkpoints: Checkpoints 
 
 
 def _train(
-    run: Run, role: Role, experience: Experience, loss: step.Loss[Experience], number: int, schedule: Any
+    run: Run,
+    role: Role,
+    experience: Experience,
+    loss: step.Loss[Experience],
+    number: int,
+    schedule: Any,
+    *,
+    target_kl: float | None = None,
 ) -> list[dict[str, float]]:
-    """All optimizer steps of one PPO step; the reported sums of each, first to last."""
-    split, results = Split.of_training(run.config), []
-    for epoch in range(run.config.algo.epochs):
+    """All optimizer steps of one PPO step; the reported sums of each, first to last. None follow one whose KL to the
+    sampling policy was more than ``target_kl``; the learning rate goes on as if they had."""
+    settings = run.config.algo
+    split, results, is_far = Split.of_training(run.config), [], False
+    for epoch in range(settings.epochs):
         for rows in run.prompts.minibatch_rows(len(experience), step=number, epoch=epoch):
-            minibatch = experience.select(rows)
-            results.append(step.train_minibatch(role, minibatch, loss, split=split))
+            if not is_far:
+                minibatch = experience.select(rows)
+                results.append(step.train_minibatch(role, minibatch, loss, split=split))
+                is_far = target_kl is not None and metrics.ppo_kl(results[-1]) > target_kl
             schedule.step(1)
     require_finite_loss(results, role, minibatch, loss, split=split, when=f"step {number}, train_{role.name}")
     return results

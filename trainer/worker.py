@@ -16,7 +16,7 @@ from torch import distributed
 
 from trainer.checkpoint import folder
 from trainer.config.identity import to_plain
-from trainer.config.pieces import make_estimator, make_task
+from trainer.config.pieces import make_correction, make_estimator, make_policy_loss, make_task
 from trainer.config.roles import role_specs
 from trainer.config.schema import Config
 from trainer.megatron import platform
@@ -82,6 +82,8 @@ def run(job: Job) -> dict[str, Any]:
         note(
             f"kernels: {_of_roles(job.config, 'kernels')}; core attention: {_of_roles(job.config, 'attention_backend')}"
         )
+        if job.config.algo.epochs * job.config.algo.minibatches == 1:
+            note("one update a step (algo.epochs=1 algo.minibatches=1): all ratios are 1, and nothing is clipped")
         for name, path in starting_points(job.config).items() if done is None else ():
             note(f"the {name} starts from {path}{_head(parts.roles[name], path)}")
         traces = StepTraces(job.config.diagnostics.profile_steps, job.directory / FOLDER, note=note)
@@ -215,6 +217,7 @@ def build(
     from trainer.memory.saver import follow, make_saver
     from trainer.roles.role import Role
     from trainer.tasks.tokenizer import load_tokenizer, vocabulary_size
+    from trainer.training.experience import Credit
 
     task = make_task(config)
     tokenizer = load_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
@@ -267,7 +270,8 @@ def build(
     return Run(
         config=config,
         prompts=prompts,
-        estimator=make_estimator(config),
+        credit=Credit(make_estimator(config), make_correction(config)),
+        policy_loss=make_policy_loss(config),
         roles=roles,
         engine=engine,
         phases=phases,

@@ -50,7 +50,16 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("experiment", "jobs"),
-    [("host_memory", 4), ("actor_critic_ratio", 4), ("kl_in_reward_vs_loss", 4), ("grpo", 1)],
+    [
+        ("host_memory", 4),
+        ("actor_critic_ratio", 4),
+        ("kl_in_reward_vs_loss", 4),
+        ("grpo", 1),
+        ("dapo", 4),
+        ("gspo", 4),
+        ("vapo", 6),
+        ("mismatch", 6),
+    ],
 )
 def test_every_job_of_an_experiment_trains(results, experiment, jobs):
     records = [results[job] for job in jobs_of(experiment)]
@@ -61,7 +70,13 @@ def test_every_job_of_an_experiment_trains(results, experiment, jobs):
 
 
 def test_the_experiments_differ_in_what_they_are_about(results):
-    assert set(EXPERIMENTS) == {"host_memory", "actor_critic_ratio", "kl_in_reward_vs_loss", "grpo", "sleeping_moments"}
+    memory = {"host_memory", "actor_critic_ratio", "sleeping_moments"}
+    assert set(EXPERIMENTS) == memory | {"kl_in_reward_vs_loss", "grpo", "dapo", "gspo", "vapo", "mismatch"}
+    dapo = [results[job] for job in jobs_of("dapo")]
+    assert {max(step["sampling/rounds"] for step in record[1:]) for record in dapo} >= {1.0, 4.0}
+    for name in ("gspo", "vapo", "mismatch"):
+        weights = [results[job][-1]["weights_sha256/actor"] for job in jobs_of(name)]
+        assert len(set(weights)) == len(weights), name
     policies = [results[job][-1]["weights_sha256/actor"] for job in jobs_of("host_memory")]
     assert len(set(policies)) == 1  # a policy changes where bytes lie, and no bit of the result
     sizes = {(record[0]["parameters/actor"], record[0]["parameters/critic"])

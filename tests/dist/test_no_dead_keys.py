@@ -1,4 +1,4 @@
-"""Every setting under ``algo``, ``advantages``, ``rollout`` and ``optimizer`` reaches the numbers of a run."""
+"""Every setting under ``algo``, its pieces, ``rollout`` and ``optimizer`` reaches the numbers of a run."""
 
 import dataclasses
 
@@ -6,10 +6,12 @@ import pytest
 
 from tests.helpers.composing import SMALL, config_of
 from tests.helpers.invariance_worker import run_matrix
-from trainer.algo.estimators import Gae, Grpo, ReinforcePlusPlus
+from trainer.algo.estimators import DecoupledGae, Gae, Grpo, ReinforcePlusPlus, Vapo
+from trainer.algo.mismatch import ImportanceWeights
+from trainer.algo.policy_losses import Cispo, Gspo, Ppo, Sapo
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
-from trainer.config.schema import AlgoConfig, KlConfig, RolloutConfig, SharedOptimizerConfig
+from trainer.config.schema import AlgoConfig, KlConfig, OverlongConfig, RolloutConfig, SharedOptimizerConfig
 
 # Two steps of a model that has learned enough to end some answers and get some right.
 BASE = (
@@ -22,29 +24,68 @@ WSD = ("optimizer.lr_schedule=wsd", "optimizer.lr_wsd_decay_steps=3")
 REINFORCE = ("algo=reinforce_pp", "algo.whiten_advantages=false")
 LARGE_STEPS = ("roles.actor.optimizer.lr=2e-2", "algo.epochs=2")
 
+# Group -> its options, by the names that leaves have here -> their classes.
+PIECES = {
+    "advantages": {
+        "gae": Gae,
+        "decoupled_gae": DecoupledGae,
+        "vapo": Vapo,
+        "grpo": Grpo,
+        "reinforce_pp": ReinforcePlusPlus,
+    },
+    "policy_loss": {"ppo": Ppo, "gspo": Gspo, "cispo": Cispo, "sapo": Sapo},
+    "mismatch": {"mismatch": ImportanceWeights},
+}
+
 # leaf -> (another value, what must be set beside it for the leaf to matter)
 FLIPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "algo.num_steps": ("1", ()),
     "algo.warmup_steps": ("29", ()),
     "algo.warmup_lr": ("4e-3", ()),
     "algo.warmup_batch_size": ("8", ()),
+    "algo.warmup_questions": ("9", ()),
     "algo.prompts_per_step": ("16", ()),
     "algo.responses_per_prompt": ("4", ()),
     "algo.epochs": ("2", ()),
     "algo.minibatches": ("1", ()),
     "algo.shuffle_seed": ("7", ("algo.epochs=2",)),
     "algo.whiten_advantages": ("false", ()),
-    "algo.clip_low": ("0.01", LARGE_STEPS),
-    "algo.clip_high": ("0.01", LARGE_STEPS),
-    "algo.dual_clip": ("1.01", LARGE_STEPS),
-    "algo.log_ratio_clamp": ("0.01", LARGE_STEPS),
+    "algo.centre_scores": ("false", ()),
+    "algo.advantage_clip": ("0.1", ()),
+    "algo.reward_clip": ("0.1", ()),
+    "algo.dynamic_sampling_rounds": ("1", ()),
+    "algo.target_kl": ("1e-9", LARGE_STEPS),
+    "algo.overlong.penalty": ("0.5", ("algo.overlong.buffer=1",)),
+    "algo.overlong.buffer": ("2", ("algo.overlong.buffer=1", "algo.overlong.penalty=0.5")),
+    "algo.overlong.mask": ("true", ()),
+    **{f"ppo.{name}": ("0.01", LARGE_STEPS) for name in ("clip_low", "clip_high", "log_ratio_clamp")},
+    "ppo.dual_clip": ("1.01", LARGE_STEPS),
+    **{f"gspo.{name}": ("0.05", (*LARGE_STEPS, "policy_loss=gspo")) for name in ("clip_low", "clip_high")},
+    "gspo.log_ratio_clamp": ("1e-5", (*LARGE_STEPS, "policy_loss=gspo")),
+    **{f"cispo.{name}": ("0.01", (*LARGE_STEPS, "policy_loss=cispo")) for name in ("clip_low", "clip_high")},
+    "cispo.log_ratio_clamp": ("0.01", (*LARGE_STEPS, "policy_loss=cispo")),
+    **{f"sapo.{name}": ("3", (*LARGE_STEPS, "policy_loss=sapo")) for name in ("tau_positive", "tau_negative")},
+    "sapo.log_ratio_clamp": ("0.01", (*LARGE_STEPS, "policy_loss=sapo")),
+    **{
+        f"mismatch.{name}": (value, ("mismatch=token_truncated", "rollout.top_p=0.7", *beside))
+        for name, value, *beside in (
+            ("level", "sequence"),
+            ("lower", "0.99"),
+            ("upper", "1.0", "rollout.top_p=1", "model.dtype=bf16"),
+            ("outside", "mask", "mismatch.lower=0.9"),
+            ("weigh", "false", "mismatch.outside=mask"),
+            ("reject_below", "0.9"),
+        )
+    },
     "algo.value_clip": ("0.001", ("roles.critic.optimizer.lr=2e-2", "algo.epochs=2")),
     "algo.entropy_coef": ("0.1", ()),
     "algo.loss_aggregation": ("sequence_mean", ()),
+    "algo.critic_loss_aggregation": ("sequence_mean", ()),
     "algo.loss_length": ("1", ("algo.loss_aggregation=fixed_length", "algo.entropy_coef=1")),
     "algo.critic_warmup_steps": ("1", ()),
     "algo.start_critic_from_actor": ("false", ()),
     "algo.heldout_prompts": ("1", ()),
+    "algo.evaluation_samples": ("2", ()),
     "algo.evaluate_every": ("1", ()),
     "algo.kl.placement": ("loss", ("algo.kl.estimator=k2",)),
     "algo.kl.estimator": ("k3", ()),
@@ -55,6 +96,11 @@ FLIPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gae.gamma": ("0.5", ()),
     "gae.lam": ("0.5", ()),
     "gae.bootstrap_truncated": ("true", ()),
+    **{f"decoupled_gae.{name}": ("0.5", ("advantages=decoupled_gae",)) for name in ("gamma", "lam", "critic_lam")},
+    "decoupled_gae.bootstrap_truncated": ("true", ("advantages=decoupled_gae",)),
+    **{f"vapo.{name}": ("0.5", ("advantages=vapo",)) for name in ("gamma", "critic_lam")},
+    "vapo.alpha": ("2", ("advantages=vapo",)),
+    "vapo.bootstrap_truncated": ("true", ("advantages=vapo",)),
     "grpo.divide_by_std": ("false", ("algo=grpo", "algo.responses_per_prompt=4")),
     "reinforce_pp.gamma": ("0.5", REINFORCE),
     "reinforce_pp.group_baseline": ("true", REINFORCE),
@@ -89,15 +135,17 @@ INVISIBLE = {
 
 def overrides_of(leaf):
     value, context = FLIPS[leaf]
-    section, _, field = leaf.partition(".")
-    key = f"advantages.{field}" if section in ("gae", "grpo", "reinforce_pp") else leaf
+    section, field = leaf.split(".", 1)
+    group = next((group for group, pieces in PIECES.items() if section in pieces), section)
+    key = f"{group}.{field}"
     kept = [override for override in context if override.partition("=")[0] != key]
     return (*kept, f"{key}={value}")
 
 
 def leaves():
     sections = {"algo": AlgoConfig, "algo.kl": KlConfig, "rollout": RolloutConfig, "optimizer": SharedOptimizerConfig}
-    sections |= {"gae": Gae, "grpo": Grpo, "reinforce_pp": ReinforcePlusPlus}
+    sections |= {"algo.overlong": OverlongConfig}
+    sections |= {name: piece for pieces in PIECES.values() for name, piece in pieces.items()}
     return {
         f"{section}.{field.name}"
         for section, schema in sections.items()

@@ -51,13 +51,19 @@ def results(configs, tmp_path_factory):
 
 
 def test_every_piece_is_shown_in_less_than_20_lines():
-    assert len(FILES) == 6
+    assert len(FILES) == 8
     assert all(len(content.splitlines()) < 20 for content in FILES.values()), FILES
-    assert len(COMMANDS) == 4
+    assert len(COMMANDS) == 5
 
 
 def test_every_command_of_the_page_trains_with_its_piece(configs, results):
-    assert list(results) == ["reward=my_rewards.brief", "task.largest=199", "advantages=median", "memory=actor_rebuilt"]
+    assert list(results) == [
+        "reward=my_rewards.brief",
+        "task.largest=199",
+        "advantages=median",
+        "policy_loss=unclipped",
+        "memory=actor_rebuilt",
+    ]
     for name, result in results.items():
         assert [record["step"] for record in result["metrics"]] == [0, 1, 2], name
     rows = make_plan(configs["memory=actor_rebuilt"])

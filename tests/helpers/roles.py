@@ -12,7 +12,7 @@ from torch import Tensor
 import patches
 from tests.helpers.composing import SMALL, config_of
 from tests.helpers.megatron_world import one_rank_world
-from trainer.config.pieces import make_estimator
+from trainer.config.pieces import make_correction, make_estimator, make_policy_loss
 from trainer.config.schema import Config
 from trainer.data.batch import Experience, RolloutBatch
 from trainer.megatron import optimizer
@@ -22,7 +22,7 @@ from trainer.memory.saver import make_saver
 from trainer.plan import make_plan
 from trainer.roles.role import Role
 from trainer.training import step
-from trainer.training.experience import Judgement, experience_of
+from trainer.training.experience import Credit, Judgement, experience_of
 from trainer.training.micro_batches import Split
 
 VOCAB_SIZE = 64
@@ -101,7 +101,9 @@ def make_batch(lengths: list[int], *, prompt: int = 3, seed: int = 0, **given: T
         old_log_probs=torch.full(per_token, -4.0).where(mask, 0.0),
         entropy=torch.zeros(per_token),
         kl=torch.zeros(per_token),
+        estimated_advantages=torch.zeros(per_token),
         advantages=normal(per_token, seed=seed + 1).where(mask, 0.0),
+        importance_weights=None,
         values=normal(per_token, seed=seed + 2).where(mask, 0.0),
         returns=normal(per_token, seed=seed + 3).where(mask, 0.0),
     )
@@ -112,18 +114,18 @@ def credited(batch: Experience, values: Tensor | None, *overrides: str, kl_coef:
     """``batch`` with advantages of its own log-probs and scores, and of a critic's ``values`` [n, s]."""
     config = small_config(*overrides)
     drawn = {field.name: getattr(batch, field.name) for field in dataclasses.fields(RolloutBatch)}
+    credit = Credit(make_estimator(config), make_correction(config))
     judged = Judgement(batch.ref_log_probs, batch.old_log_probs, batch.entropy, values)
-    return experience_of(
-        RolloutBatch(**drawn), judged, settings=config.algo, estimator=make_estimator(config), kl_coef=kl_coef
-    )
+    return experience_of(RolloutBatch(**drawn), judged, settings=config.algo, credit=credit, kl_coef=kl_coef)
 
 
 def loss_of(role: Role, *overrides: str) -> step.Loss[Experience]:
     """PPO's loss for the role."""
-    settings = small_config(*overrides).algo
+    config = small_config(*overrides)
     if role.name == "critic":
-        return step.value_loss(settings)
-    return step.policy_loss(settings, temperature=1.0, vocab_size=VOCAB_SIZE, kl_coef=settings.kl.coef)
+        return step.value_loss(config.algo)
+    how = {"temperature": 1.0, "vocab_size": VOCAB_SIZE, "kl_coef": config.algo.kl.coef}
+    return step.policy_loss(config.algo, make_policy_loss(config), **how)
 
 
 def train(role: Role, *, lr: float = 1e-2, steps: int = 1, lengths: tuple[int, ...] = (1, 5, 3, 2)) -> None:

@@ -1,11 +1,12 @@
 """Advantages without a critic, by hand; the contract that every estimator keeps."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from trainer.algo.estimators import Experience, Gae, Grpo, ReinforcePlusPlus, Rloo, ScoredResponses
+from trainer.algo.estimators import DecoupledGae, Experience, Gae, Grpo, ReinforcePlusPlus, Rloo, ScoredResponses, Vapo
 from trainer.algo.groups import group_statistics
 
 NAN = math.nan
@@ -131,3 +132,60 @@ def test_fields_are_judged(estimator, name):
 
 def test_an_estimator_elsewhere_may_import_the_former_name_of_its_input():
     assert Experience is ScoredResponses
+
+
+# ---- lambdas of their own --------------------------------------------------------------------------------------------
+
+
+def with_values(values, **keywords):
+    found = experience(**keywords)
+    return dataclasses.replace(found, values=torch.tensor(values), last_values=torch.zeros(len(values)))
+
+
+def test_the_critic_may_have_a_lambda_of_its_own():
+    """Values 0.5 and 0.25, reward 1 on the last token: deltas -0.25 and 0.75. At lambda 0.5 the first advantage is
+    -0.25 + 0.5 * 0.75 = 0.125; at lambda 1 both returns are 1."""
+    given = with_values([[0.5, 0.25, NAN]], scores=[1.0], group_size=1)
+    decoupled = DecoupledGae(gamma=1.0, lam=0.5, critic_lam=1.0, bootstrap_truncated=False).estimate(given)
+    assert decoupled.advantages.tolist() == [[0.125, 0.75, 0.0]]
+    assert decoupled.returns.tolist() == [[1.0, 1.0, 0.0]]
+    same = DecoupledGae(gamma=0.9, lam=0.5, critic_lam=0.5, bootstrap_truncated=False).estimate(given)
+    plain = Gae(gamma=0.9, lam=0.5, bootstrap_truncated=False).estimate(given)
+    assert torch.equal(same.advantages, plain.advantages)
+    assert torch.equal(same.returns, plain.returns)
+
+
+def test_vapos_lambda_grows_with_the_length():
+    """alpha 0.5: lambda is 0 for two tokens, and 1 - 1 / 1.5 = 1/3 for three; never less than 0 (one token: 0)."""
+    given = with_values(
+        [[0.5, 0.25, NAN], [0.5, 0.25, 0.0], [0.5, NAN, NAN]],
+        scores=[1.0, 1.0, 1.0], lengths=[2, 3, 1], group_size=1,
+    )  # fmt: skip
+    found = Vapo(gamma=1.0, alpha=0.5, critic_lam=1.0, bootstrap_truncated=False).estimate(given)
+    assert found.advantages[0].tolist() == [-0.25, 0.75, 0.0]
+    last = [-0.25 + (-0.25 + 1 / 3) / 3, -0.25 + 1 / 3, 1.0]
+    assert found.advantages[1].tolist() == pytest.approx(last)
+    assert found.advantages[2].tolist() == [0.5, 0.0, 0.0]
+    assert found.returns.tolist() == [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
+
+
+def test_of_short_and_long_responses_each_has_its_own_lambda():
+    given = with_values([[0.5, 0.25, 0.0]] * 2, scores=[1.0, 1.0], lengths=[3, 3], group_size=1)
+    found = Vapo(gamma=0.9, alpha=1.0, critic_lam=0.3, bootstrap_truncated=True).estimate(given)
+    plain = DecoupledGae(gamma=0.9, lam=2 / 3, critic_lam=0.3, bootstrap_truncated=True).estimate(given)
+    torch.testing.assert_close(found.advantages, plain.advantages)
+    torch.testing.assert_close(found.returns, plain.returns)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "setting"),
+    [
+        (DecoupledGae(gamma=1.0, lam=1.0, critic_lam=1.5, bootstrap_truncated=False), "critic_lam"),
+        (DecoupledGae(gamma=1.0, lam=NAN, critic_lam=1.0, bootstrap_truncated=False), "lam"),
+        (Vapo(gamma=1.0, alpha=0.0, critic_lam=1.0, bootstrap_truncated=False), "alpha"),
+        (Vapo(gamma=-1.0, alpha=1.0, critic_lam=1.0, bootstrap_truncated=False), "gamma"),
+    ],
+)
+def test_settings_outside_their_limits_are_refused(estimator, setting):
+    with pytest.raises(ValueError, match=f"advantages.{setting}="):
+        estimator.validate()

@@ -3,9 +3,11 @@ import math
 import pytest
 import torch
 
+from tests.helpers.policy_losses import policy_tokens
 from trainer.algo.advantages import token_rewards
 from trainer.algo.kl import KL_ESTIMATORS, kl_estimate, next_kl_coef
-from trainer.algo.losses import aggregate, policy_loss
+from trainer.algo.losses import aggregate
+from trainer.algo.policy_losses import Ppo
 
 ONE = torch.ones(1, 1, dtype=torch.bool)
 
@@ -13,16 +15,22 @@ ONE = torch.ones(1, 1, dtype=torch.bool)
 def test_estimators_by_hand():
     # d = ln 2: exp(-d) = 1/2
     d = math.log(2)
-    expected = {"k1": d, "k2": d * d / 2, "k3": 0.5 - 1 + d}
-    for estimator, value in expected.items():
+    #              value     gradient: 1, d, 1 - exp(-d); the straight-through forms have that of k2
+    k1, k2, k3 = (d, 1), (d * d / 2, d), (0.5 - 1 + d, 0.5)
+    expected = {"k1": k1, "k2": k2, "k3": k3, "k1+": (k1[0], d), "k3+": (k3[0], d)}
+    assert tuple(expected) == KL_ESTIMATORS
+    for estimator, (value, gradient) in expected.items():
+        log_probs = torch.tensor([[-1.0]], requires_grad=True)
         kl = kl_estimate(
-            torch.tensor([[-1.0]]),
+            log_probs,
             ref_log_probs=torch.tensor([[-1.0 - d]]),
             response_mask=ONE,
             estimator=estimator,
             clamp=None,
         )
+        kl.sum().backward()
         assert kl.item() == pytest.approx(value, rel=1e-5)
+        assert log_probs.grad.item() == pytest.approx(gradient, rel=1e-5)
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
@@ -45,12 +53,15 @@ def test_padding_reaches_neither_value_nor_gradient(estimator, garbage):
         clamp=None,
     )
     kl.sum().backward()
-    value, gradient = {"k1": (1, 1), "k2": (0.5, 1), "k3": (math.exp(-1), 1 - math.exp(-1))}[estimator]
+    value = {"k1": 1, "k2": 0.5, "k3": math.exp(-1)}[estimator.removesuffix("+")]
+    gradient = 1 - math.exp(-1) if estimator == "k3" else 1
     torch.testing.assert_close(kl, torch.tensor([[value, 0.0, 0.0, 0.0]], dtype=torch.float32))
     torch.testing.assert_close(log_probs.grad, torch.tensor([[gradient, 0.0, 0.0, 0.0]], dtype=torch.float32))
 
 
-@pytest.mark.parametrize(("estimator", "expected"), [("k1", -5.0), ("k2", 12.5), ("k3", math.exp(5) - 6)])
+@pytest.mark.parametrize(
+    ("estimator", "expected"), [("k1", -5.0), ("k2", 12.5), ("k3", math.exp(5) - 6), ("k3+", math.exp(5) - 6)]
+)
 def test_clamp_bounds_the_log_ratio(estimator, expected):
     log_probs = torch.tensor([[-200.0]], requires_grad=True)  # exp(199) overflows float32
     kl = kl_estimate(log_probs, ref_log_probs=torch.tensor([[-1.0]]), response_mask=ONE, estimator=estimator, clamp=5.0)
@@ -95,7 +106,7 @@ def test_expected_value_is_the_kl(estimator):
         torch.testing.assert_close(mean, exact_kl(ACTOR))
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k1+", "k3+"])
 def test_step_on_the_kl_loss_moves_the_actor_towards_ref(estimator):
     gradient = expected_gradient(lambda log_p: kl_loss(log_p, estimator))
     assert exact_kl(ACTOR - 0.1 * gradient) < exact_kl(ACTOR) - 1e-3
@@ -104,7 +115,10 @@ def test_step_on_the_kl_loss_moves_the_actor_towards_ref(estimator):
 def test_expected_gradients_are_what_the_module_says():
     logits = ACTOR.clone().requires_grad_()
     exact_kl(logits).backward()
-    torch.testing.assert_close(expected_gradient(lambda log_p: kl_loss(log_p, "k2")), logits.grad)
+    for estimator in ("k2", "k1+", "k3+"):
+        torch.testing.assert_close(
+            expected_gradient(lambda log_p, name=estimator: kl_loss(log_p, name)), logits.grad, msg=estimator
+        )
     forward_kl_gradient = ACTOR.softmax(-1) - REF.exp()
     torch.testing.assert_close(expected_gradient(lambda log_p: kl_loss(log_p, "k3")), forward_kl_gradient)
     torch.testing.assert_close(
@@ -119,16 +133,8 @@ def test_step_on_the_policy_loss_with_nothing_but_kl_in_the_reward_moves_the_act
     rewards = token_rewards(torch.zeros(4), kl=kl, response_mask=column, kl_coef=0.5)
 
     def loss_per_token(log_p):
-        loss, _ = policy_loss(
-            log_p[:, None],
-            old_log_probs=old[:, None],
-            advantages=rewards,
-            response_mask=column,
-            clip_low=0.2,
-            clip_high=0.2,
-            dual_clip=None,
-            log_ratio_clamp=None,
-        )
+        tokens = policy_tokens(old[:, None], advantages=rewards, response_mask=column)
+        loss, _ = Ppo(clip_low=0.2, clip_high=0.2, dual_clip=None, log_ratio_clamp=20.0).compute(log_p[:, None], tokens)
         return loss[:, 0]
 
     gradient = expected_gradient(loss_per_token)

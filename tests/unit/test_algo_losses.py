@@ -3,11 +3,21 @@ import math
 import pytest
 import torch
 
+from tests.helpers.policy_losses import policy_tokens
 from trainer.algo.kl import kl_estimate
-from trainer.algo.losses import LOSS_AGGREGATIONS, aggregate, policy_loss, value_loss
+from trainer.algo.losses import LOSS_AGGREGATIONS, aggregate, value_loss
 from trainer.algo.masked import divide_or_zero, explained_variance
+from trainer.algo.policy_losses import Ppo
 
 NAN = math.nan
+
+
+def policy_loss(log_probs, *, old_log_probs, advantages, response_mask, **fields):
+    """PPO's, of these tokens."""
+    tokens = policy_tokens(old_log_probs, advantages=advantages, response_mask=response_mask)
+    return Ppo(**fields).compute(log_probs, tokens)
+
+
 PPO = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": None, "log_ratio_clamp": 20.0}
 
 
@@ -40,6 +50,7 @@ def test_policy_loss_by_hand():
             "clip_fraction_high": 1,
             "clip_fraction_dual": 0,
             "ratio": 7.1,
+            "ratio_max": 2.0,
             "ppo_kl": -math.log(1.1),  # 2 * ln 2 - 2 * ln 2 - ln 1.1
         }
     )
@@ -78,6 +89,7 @@ def test_first_step_is_the_plain_policy_gradient_with_ppo_kl_exactly_zero():
         "clip_fraction_high": 0,
         "clip_fraction_dual": 0,
         "ratio": 15,
+        "ratio_max": 1,
         "ppo_kl": 0,
     }
 
@@ -241,7 +253,8 @@ def gradients_of_split(split, mode):
             numerator, _ = aggregate(actor_loss + critic_loss, mask=mask[cut], mode=mode, fixed_length=7)
             (numerator / denominator).backward()  # the all-reduce over ranks sums, and so does .grad here
             for name, x in {**actor_stats, **critic_stats}.items():
-                totals[name] = totals.get(name, 0.0) + x.item()
+                before = totals.get(name, 0.0)
+                totals[name] = max(before, x.item()) if name.endswith("_max") else before + x.item()
     return weight.grad, totals
 
 

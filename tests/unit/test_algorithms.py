@@ -50,7 +50,10 @@ def test_the_users_choice_wins_over_the_algorithms():
         (["algo=rloo", "algo.responses_per_prompt=1"], "at least 2", ["algo.responses_per_prompt=2"]),
         (["optimizer.lr_schedule=wsd"], "lr_wsd_decay_steps=null with lr_schedule=wsd", []),
         (
-            ["optimizer.lr_schedule=wsd", "optimizer.lr_warmup_steps=20", "optimizer.lr_wsd_decay_steps=41"],
+            [
+                *("optimizer.lr_schedule=wsd", "optimizer.lr_warmup_steps=20", "optimizer.lr_wsd_decay_steps=41"),
+                *("algo.num_steps=60", "algo.minibatches=1"),
+            ],
             "that trains the actor) 20 warm up. Use a number up to 40",
             ["optimizer.lr_wsd_decay_steps=8"],
         ),
@@ -87,14 +90,14 @@ def test_a_checkpoint_without_a_critic_is_no_start_for_an_algorithm_with_one(tmp
 # Ten steps at most 1, at least 0.2, the first two warm up: what each schedule gives before each of them.
 DECAYING = [1 - 0.8 * k / 8 for k in range(9)]
 SCHEDULES = {
-    ("constant",): [0, 0.5, *[1.0] * 9],
-    ("linear",): [0, 0.5, *DECAYING],
-    ("cosine",): [0, 0.5, 1, 0.96955, 0.88284, 0.75307, 0.6, 0.44693, 0.31716, 0.23045, 0.2],
-    ("wsd", "linear"): [0, 0.5, *[1.0] * 5, 0.8, 0.6, 0.4, 0.2],
-    ("wsd", "minus_sqrt"): [0, 0.5, *[1.0] * 5, 0.6, 1 - 0.8 * 0.5**0.5, 1 - 0.8 * 0.75**0.5, 0.2],
-    ("wsd", "exponential"): [0, 0.5, *[1.0] * 5, 0.2 + 0.8 * (2 * 0.5**0.25 - 1), 0.2 + 0.8 * (2 * 0.5**0.5 - 1),
+    ("constant",): [1 / 3, 2 / 3, *[1.0] * 9],
+    ("linear",): [1 / 3, 2 / 3, *DECAYING],
+    ("cosine",): [1 / 3, 2 / 3, 1, 0.96955, 0.88284, 0.75307, 0.6, 0.44693, 0.31716, 0.23045, 0.2],
+    ("wsd", "linear"): [1 / 3, 2 / 3, *[1.0] * 5, 0.8, 0.6, 0.4, 0.2],
+    ("wsd", "minus_sqrt"): [1 / 3, 2 / 3, *[1.0] * 5, 0.6, 1 - 0.8 * 0.5**0.5, 1 - 0.8 * 0.75**0.5, 0.2],
+    ("wsd", "exponential"): [1 / 3, 2 / 3, *[1.0] * 5, 0.2 + 0.8 * (2 * 0.5**0.25 - 1), 0.2 + 0.8 * (2 * 0.5**0.5 - 1),
                              0.2 + 0.8 * (2 * 0.5**0.75 - 1), 0.2],
-    ("wsd", "cosine"): [0, 0.5, *[1.0] * 5, 0.88284, 0.6, 0.31716, 0.2],
+    ("wsd", "cosine"): [1 / 3, 2 / 3, *[1.0] * 5, 0.88284, 0.6, 0.31716, 0.2],
 }  # fmt: skip
 
 

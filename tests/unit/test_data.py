@@ -10,9 +10,11 @@ from tests.helpers.roles import small_config
 from trainer.common.seeds import seed_for
 from trainer.data import prompts as data
 from trainer.data.prompts import Prompts
+from trainer.tasks import ResponseInfo
 from trainer.tasks.arithmetic import ArithmeticTask
 from trainer.tasks.tokenizer import load_tokenizer
 
+INFO = ResponseInfo(token_count=2, truncated=False)
 TASK = ArithmeticTask(max_operand=9, operations=["plus"], forms="digits", heldout_fraction=0.2, seed=1)
 
 
@@ -43,11 +45,28 @@ def test_the_questions_of_a_step_depend_on_seed_and_step_alone(tokenizer, monkey
     assert prompts_of(tokenizer).for_step(3) == together  # whatever was drawn before
     assert prompts_of(tokenizer).for_step(4) != together
     assert prompts_of(tokenizer, "seed=2").for_step(3) != together
-    shares = []
+    shares = {}
     for rank in range(4):
         as_rank(monkeypatch, rank, 4)
-        shares += prompts_of(tokenizer).for_step(3)
-    assert shares == together
+        prompts = prompts_of(tokenizer)
+        shares |= dict(zip(prompts.response_numbers(), prompts.for_step(3), strict=True))
+    assert [shares[number] for number in range(16)] == together
+
+
+def test_without_replacement_every_question_is_asked_once_before_any_is_asked_again(tokenizer):
+    """90 questions (9 problems of 45 are held out), 8 prompts a step: a pass ends in the middle of a step."""
+    everything, asked = list(TASK.train), []
+    assert len(everything) % 8 != 0
+    prompts = prompts_of(tokenizer)
+    for step in range(1, 2 * len(everything) // 8 + 2):
+        asked += prompts.for_step(step)[::2]
+    first, second = asked[: len(everything)], asked[len(everything) : 2 * len(everything)]
+    as_set = {example.question for example in everything}
+    assert {example.question for example in first} == {example.question for example in second} == as_set
+    assert first != second  # another order
+    with_it = prompts_of(tokenizer, "data.replacement=true")
+    drawn = [example for step in range(1, 13) for example in with_it.for_step(step)[::2]]
+    assert len({example.question for example in drawn}) < 80
 
 
 def test_heldout_examples_are_shared_out_once_each(tokenizer, monkeypatch):
@@ -87,22 +106,42 @@ def test_minibatches_cover_an_epoch_once_and_the_first_keeps_the_order(tokenizer
     first = list(prompts.minibatch_rows(16, step=1, epoch=0))
     assert [rows.tolist() for rows in first] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     orders = []
-    for rank, step, epoch in ((0, 1, 1), (0, 1, 2), (0, 2, 1), (1, 1, 1)):
-        as_rank(monkeypatch, rank, 2)
+    for step, epoch in ((1, 1), (1, 2), (2, 1)):
         rows = list(prompts.minibatch_rows(16, step=step, epoch=epoch))
         assert [len(part) for part in rows] == [4] * 4
         orders.append(torch.cat(rows).tolist())
         assert sorted(orders[-1]) == list(range(16))
         assert torch.cat(list(prompts.minibatch_rows(16, step=step, epoch=epoch))).tolist() == orders[-1]
-    assert len({tuple(order) for order in orders}) == 4
+    assert len({tuple(order) for order in orders}) == 3
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_same_sequences_make_a_minibatch_however_many_ranks_there_are(tokenizer, monkeypatch, epoch, ranks):
+    def minibatches(size):
+        """Numbers of the responses of each minibatch, of all ranks."""
+        found = [set(), set()]
+        for rank in range(size):
+            as_rank(monkeypatch, rank, size)
+            prompts = prompts_of(tokenizer, "algo.minibatches=2")
+            numbers = prompts.response_numbers()
+            for minibatch, rows in zip(found, prompts.minibatch_rows(len(numbers), step=3, epoch=epoch), strict=True):
+                assert len(rows) == 8 // size
+                minibatch |= {numbers[row] for row in rows.tolist()}
+        return found
+
+    alone = minibatches(1)
+    assert minibatches(ranks) == alone
+    assert alone[0] | alone[1] == set(range(16))
+    assert (alone[0] == set(range(8))) == (epoch == 0)
 
 
 def test_scores_are_the_tasks(tokenizer):
     prompts = prompts_of(tokenizer)
     examples = list(TASK.train[:2])
-    assert prompts.scores([examples[0].answer, "no idea"], examples) == [1.0, 0.0]
+    assert prompts.scores([examples[0].answer, "no idea"], examples, [INFO] * 2) == [1.0, 0.0]
     with pytest.raises(ValueError, match="zip"):
-        prompts.scores(["1"], examples)
+        prompts.scores(["1"], examples, [INFO] * 2)
     encoded = prompts.encode(examples)
     assert [tokenizer.decode(ids) for ids in encoded] == [example.question for example in examples]
 

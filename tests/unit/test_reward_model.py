@@ -55,7 +55,7 @@ def build(config, events):
 def test_its_values_of_whole_responses_are_what_they_are_paid(folder, algo):
     run = build(config_with(folder, f"algo={algo}", "algo.kl.coef=0"), [])
     loop.warm_up(run, loop.Outputs(None, None, None))
-    experience = loop.collect(run, 1, kl_coef=0.0)
+    _, experience = loop.collect(run, 1, kl_coef=0.0)
     judge = LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     for row, length in enumerate(experience.lengths().tolist()):
         expected = judge(experience.tokens[row : row + 1, :length]).logits.item()

@@ -14,7 +14,7 @@ import torch
 from tests.helpers.composing import config_of
 from trainer.config.pieces import make_task
 from trainer.data.rewards import check_rewards, pay, verdict
-from trainer.tasks import Example
+from trainer.tasks import Example, ResponseInfo
 from trainer.tasks.arithmetic import ArithmeticTask
 from trainer.tasks.verifiers import RewardError, as_reward, verify
 
@@ -78,7 +78,7 @@ def test_a_function_that_returns_numpy_numbers_pays(functions):
     config = config_of("reward=my_pay.whole")
     task = make_task(config)
     check_rewards(config, task)
-    assert [pay(config, task, text, EXAMPLE) for text in ("2", "3")] == [1.0, 0.0]
+    assert [pay(config, task, text, EXAMPLE, ResponseInfo(1, truncated=False)) for text in ("2", "3")] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

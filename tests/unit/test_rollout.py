@@ -250,9 +250,10 @@ def test_temperature_and_top_p(make_engine):
         expected = roots[token] / sum(roots[kept] for kept in (60, 61, 62))
         assert drawn.eq(token).float().mean().item() == pytest.approx(expected, abs=0.03)
         before_top_p = torch.tensor(roots[token] / sum(roots.values())).log().item()
-        assert log_probs[drawn == token].tolist() == pytest.approx(
-            [before_top_p] * int((drawn == token).sum()), abs=1e-4
-        )
+        count = int((drawn == token).sum())
+        assert log_probs[drawn == token].tolist() == pytest.approx([before_top_p] * count, abs=1e-4)
+        after = torch.tensor(expected).log().item()
+        assert responses.drawn_log_probs[:, 1][drawn == token].tolist() == pytest.approx([after] * count, abs=1e-4)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 0.03)])

@@ -385,7 +385,7 @@ def test_every_fractional_number_is_finite(base):
     """Those that are null by default too, and those of a task, an estimator and a list."""
     config = configuration.to_config(base)
     names = [name for name, value in leaves(to_plain(config)) if isinstance(value, float)]
-    names += ["algo.kl.target", "algo.dual_clip", "launch.gpu_memory_gib", "platform.peak_tflops"]
+    names += ["algo.kl.target", "policy_loss.dual_clip", "launch.gpu_memory_gib", "platform.peak_tflops"]
     assert {"algo.value_clip", "task.heldout_fraction", "advantages.lam", "model.norm_eps"} < set(names)
     for name in names:
         for value in ("nan", "inf", "-inf"):
@@ -405,7 +405,7 @@ def test_learning_rates_are_numbers(value):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algo.dual_clip=1.0", "algo.dual_clip=1.0: must be greater than 1, or null"),
+        ("policy_loss.dual_clip=1.0", "policy_loss.dual_clip=1.0: must be greater than 1, or null"),
         ("algo.kl.target=0", "algo.kl.target=0.0: must be greater than 0, or null"),
         ("tokenizer.path=no/such/folder", "tokenizer.path=no/such/folder is no folder"),
         ("memory.actor.restore_grads_from=backuper", "must be one of saver, none"),

@@ -222,7 +222,7 @@ def test_more_padding_changes_nothing_but_rounding():
 # ---- PPO -----------------------------------------------------------------------------------------------------------
 
 
-PLAIN = ("advantages.gamma=1", "advantages.lam=1", "algo.whiten_advantages=false")
+PLAIN = ("advantages.gamma=1", "advantages.lam=1", "algo.whiten_advantages=false", "algo.centre_scores=false")
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_without_a_reward_kl_pulls_a_perturbed_actor_back_to_the_reference(overr
         *overrides,
     )
     run = worker.build(config, Phases(lambda record: None, gpu=False))
-    run.prompts.scores = lambda texts, examples: [0.0] * len(texts)
+    run.prompts.scores = lambda texts, examples, infos: [0.0] * len(texts)
     loop.warm_up(run, loop.Outputs(None, None, None))
     with run.actor.awake():
         noisy = {name: w + 0.1 * normal(w.shape, seed=len(name)) for name, w in weights_of(run.actor).items()}

@@ -23,6 +23,7 @@ from trainer.tasks.verifiers import VERIFIERS, resolve_verifier, verify
 
 TASK_CLASSES = {
     "arithmetic": ArithmeticTask,
+    "sums": ArithmeticTask,
     "reasoning_gym": ReasoningGymTask,
     "chain_sum": ReasoningGymTask,
     "jsonl": JsonlTask,

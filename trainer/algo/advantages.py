@@ -47,7 +47,7 @@ def gae(
     response_mask: Tensor,
     terminal_values: Tensor,
     gamma: float,
-    lam: float,
+    lam: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation over response tokens (arXiv:1506.02438 eq. 16).
 
@@ -65,7 +65,7 @@ def gae(
             finished (nothing follows). For one that the rollout recorded as truncated: the critic's value of
             the state after its last token if the user bootstraps, else 0. Whether it was truncated is
             recorded, never read off padding.
-        gamma, lam: discount and lambda, per token.
+        gamma, lam: discount and lambda, per token; lambda also as [b], one for each response.
 
     Returns:
         (advantages, returns), each [b, s], zero off the mask. `returns` is what the critic learns:
@@ -75,7 +75,8 @@ def gae(
     values_and_terminal = torch.cat([values, terminal_values[:, None].to(values.dtype)], dim=1)
     next_values = values_and_terminal.gather(1, _next_valid_column(response_mask))
     deltas = zero_padding(rewards + gamma * next_values - values, mask=response_mask)
-    decay = torch.full_like(deltas, gamma * lam).masked_fill_(~response_mask, 1.0)
+    row_lam = torch.as_tensor(lam, dtype=deltas.dtype, device=deltas.device).view(-1, 1)
+    decay = (gamma * row_lam).expand_as(deltas).masked_fill(~response_mask, 1.0)
     advantages = zero_padding(_discounted_suffix_sum(deltas, decay=decay), mask=response_mask)
     return advantages, advantages + values
 

@@ -1,4 +1,4 @@
-"""How responses are credited: the contract of an advantage estimator, and the four that are here.
+"""How responses are credited: the contract of an advantage estimator, and the ones that are here.
 
 The group ``advantages`` of the config names a class (``_target_``) and its fields; any dataclass that extends
 :class:`AdvantageEstimator` will do, in this package or not. An estimator sees all responses of one rank before they are
@@ -27,7 +27,7 @@ class ScoredResponses:
     Attributes:
         rewards: [n, s], the score on the last token of a response, less the KL penalty on each where KL is a reward.
         response_mask: [n, s] bool.
-        scores: [n], the task's verdicts alone.
+        scores: [n], what the responses are paid, without KL; less its mean over the step where that is left out.
         truncated: [n] bool, cut off at the longest length.
         group_size: rows k * group_size up to (k + 1) * group_size - 1 are responses to one question; divides n.
         values: [n, s], the critic's value before each token; None without a critic.
@@ -115,18 +115,91 @@ class Gae(AdvantageEstimator):
         _check_unit_interval("lam", self.lam)
 
     def estimate(self, experience: ScoredResponses) -> Estimate:
-        assert experience.values is not None
-        assert experience.last_values is not None
-        bootstrap = experience.truncated & self.bootstrap_truncated
-        advantages, returns = gae(
-            experience.rewards,
-            values=experience.values,
-            response_mask=experience.response_mask,
-            terminal_values=torch.where(bootstrap, experience.last_values, 0.0),
-            gamma=self.gamma,
-            lam=self.lam,
-        )
+        return Estimate(*_gae(experience, self, lam=self.lam))
+
+
+@dataclass(frozen=True)
+class DecoupledGae(AdvantageEstimator):
+    """GAE whose returns have a lambda of their own (Yuan et al. 2025, VC-PPO, arXiv:2503.01491, section 3.2): the
+    critic can learn unbiased returns (``critic_lam=1``) while advantages keep the lower variance of a smaller lambda.
+
+    Fields:
+        gamma, lam: discount, and the lambda of advantages.
+        critic_lam: the lambda of returns.
+        bootstrap_truncated: as :class:`Gae`.
+    """
+
+    gamma: float
+    lam: float
+    critic_lam: float
+    bootstrap_truncated: bool
+
+    @property
+    def needs_critic(self) -> bool:
+        return True
+
+    def validate(self) -> None:
+        for name in ("gamma", "lam", "critic_lam"):
+            _check_unit_interval(name, getattr(self, name))
+
+    def estimate(self, experience: ScoredResponses) -> Estimate:
+        advantages, _ = _gae(experience, self, lam=self.lam)
+        _, returns = _gae(experience, self, lam=self.critic_lam)
         return Estimate(advantages, returns)
+
+
+@dataclass(frozen=True)
+class Vapo(AdvantageEstimator):
+    """Length-adaptive GAE (Yue et al. 2025, VAPO, arXiv:2504.05118, section 4.2): of a response of l tokens
+
+        lambda = 1 - 1 / (alpha l), at least 0
+
+    for advantages, so that the weights of its later errors add up to alpha l; returns have ``critic_lam``.
+
+    Fields:
+        gamma: discount per token, 1 in the paper.
+        alpha: 0.05 in the paper, whose responses have thousands of tokens.
+        critic_lam: 1 in the paper.
+        bootstrap_truncated: as :class:`Gae`.
+    """
+
+    gamma: float
+    alpha: float
+    critic_lam: float
+    bootstrap_truncated: bool
+
+    @property
+    def needs_critic(self) -> bool:
+        return True
+
+    def validate(self) -> None:
+        for name in ("gamma", "critic_lam"):
+            _check_unit_interval(name, getattr(self, name))
+        if not 0 < self.alpha < float("inf"):
+            raise ValueError(f"advantages.alpha={self.alpha}: must be a finite number greater than 0")
+
+    def estimate(self, experience: ScoredResponses) -> Estimate:
+        tokens = experience.response_mask.sum(1).clamp(min=1)
+        advantages, _ = _gae(experience, self, lam=(1 - 1 / (self.alpha * tokens)).clamp(min=0.0))
+        _, returns = _gae(experience, self, lam=self.critic_lam)
+        return Estimate(advantages, returns)
+
+
+def _gae(
+    experience: ScoredResponses, settings: Gae | DecoupledGae | Vapo, *, lam: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """(advantages, returns), each [n, s], under a lambda."""
+    assert experience.values is not None
+    assert experience.last_values is not None
+    bootstrap = experience.truncated & settings.bootstrap_truncated
+    return gae(
+        experience.rewards,
+        values=experience.values,
+        response_mask=experience.response_mask,
+        terminal_values=torch.where(bootstrap, experience.last_values, 0.0),
+        gamma=settings.gamma,
+        lam=lam,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""PPO's losses per token, with their statistics as sums, and how per-token losses become one number.
+"""The critic's loss per token, with its statistics as sums, and how per-token losses become one number.
 
 A statistic named `x` is the *sum* of x over the valid tokens of this call (detached float64): add over
 micro-batches and ranks, then divide by the number of valid tokens.
@@ -10,56 +10,6 @@ from torch import Tensor
 from trainer.algo.masked import divide_or_zero, masked_sum, moment_sums, zero_padding
 
 LOSS_AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
-
-
-def policy_loss(
-    log_probs: Tensor,
-    *,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    log_ratio_clamp: float | None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped surrogate, negated (arXiv:1707.06347 eq. 7), with two bounds (arXiv:2503.14476 sec. 3.1).
-
-        r = exp(log_probs - old_log_probs)        loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
-
-    Args:
-        log_probs, old_log_probs, advantages: [b, s]; gradients flow into the first only.
-        response_mask: [b, s] bool.
-        clip_low, clip_high: >= 0; both 0.2 in the paper.
-        dual_clip: c > 1 bounds the loss where A < 0 at -A c, however large r is (arXiv:1912.09729); None:
-            no bound.
-        log_ratio_clamp: bound on |log r| so that exp cannot overflow; beyond it the gradient is 0. None:
-            no bound.
-
-    Returns:
-        loss [b, s], zero off the mask, and sums: `clip_fraction_low`, `clip_fraction_high` (tokens whose
-        gradient the bound removed), `clip_fraction_dual`, `ratio` and `ppo_kl` (old - new log-prob, k1,
-        before any clamp).
-    """
-    assert dual_clip is None or dual_clip > 1, dual_clip
-    drift = zero_padding(log_probs - old_log_probs.detach(), mask=response_mask)
-    advantages = zero_padding(advantages.detach(), mask=response_mask)
-    log_ratio = drift if log_ratio_clamp is None else drift.clamp(-log_ratio_clamp, log_ratio_clamp)
-    ratio = log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
-    is_dual = torch.zeros_like(response_mask)
-    if dual_clip is not None:
-        is_dual = (advantages < 0) & (ratio > dual_clip)
-        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
-    stats = {
-        "clip_fraction_low": (advantages < 0) & (ratio < 1 - clip_low),
-        "clip_fraction_high": (advantages > 0) & (ratio > 1 + clip_high),
-        "clip_fraction_dual": is_dual,
-        "ratio": ratio,
-        "ppo_kl": -drift,
-    }
-    return zero_padding(loss, mask=response_mask), _sums(stats, mask=response_mask)
 
 
 def value_loss(

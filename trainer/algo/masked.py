@@ -57,6 +57,19 @@ def whiten(x: Tensor, *, mask: Tensor, group: dist.ProcessGroup | None = None) -
     return torch.where(is_flat, 0.0, centred / deviation).to(kept.dtype)
 
 
+@torch.no_grad()
+def centre(x: Tensor, *, valid: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Shift `x` [n] so that the mean of its `valid` [n] bool entries on all ranks in `group` is 0; zero elsewhere.
+
+    The mean is taken in float64, so equal float32 values become exactly 0.
+    """
+    wide = zero_padding(x.double(), mask=valid)
+    total_and_count = torch.stack([wide.sum(), valid.sum().double()])
+    if group is not None:
+        dist.all_reduce(total_and_count, group=group)
+    return zero_padding((wide - divide_or_zero(*total_and_count)).to(x.dtype), mask=valid)
+
+
 def moment_sums(x: Tensor, *, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Sum and sum of squares of the valid tokens: detached float64 scalars that add up over ranks."""
     wide = zero_padding(x.detach().double(), mask=mask)

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from trainer.algo.log_probs import log_probs_and_entropy
 from trainer.common.seeds import seed_for
-from trainer.config.pieces import make_estimator, make_task
+from trainer.config.pieces import make_correction, make_estimator, make_policy_loss, make_task
 from trainer.config.roles import TrainedRole, trained_role
 from trainer.config.schema import Config
 from trainer.data.batch import Experience, Sequences
@@ -34,7 +34,8 @@ from trainer.models.hf_files import SafetensorsFolder
 from trainer.rollout.hf import HfEngine
 from trainer.tasks.tokenizer import load_tokenizer, vocabulary_size
 from trainer.training import step
-from trainer.training.experience import Judgement, experience_of, rollout_batch
+from trainer.training.drawing import response_infos
+from trainer.training.experience import Credit, Judgement, experience_of, rollout_batch
 from trainer.training.micro_batches import Split, in_order, micro_batches
 
 Reader = Callable[[Tensor], tuple[Tensor, ...]]
@@ -98,7 +99,7 @@ class PlainTrainer:
             for param in self._params:
                 param.grad = None
             reports.append({**stats, "loss_sum": numerator.detach(), "loss_count": count})
-        sums = {name: torch.stack([report[name].double() for report in reports]).sum() for name in reports[0]}
+        sums = step.summed(reports)
         torch._foreach_div_(self._grads, sums["loss_count"].float())
         norm = torch.nn.utils.clip_grad_norm_(self._mains, self._clip or torch.inf, foreach=True)
         self._optimizer.step()
@@ -126,7 +127,8 @@ class PlainLoop:
         self, config: Config, phases: Phases, *, folder: Path, prepare: Callable[[nn.Module], None] | None = None
     ) -> None:
         self._config, self._phases = config, phases
-        self._estimator, task = make_estimator(config), make_task(config)
+        self._credit, task = Credit(make_estimator(config), make_correction(config)), make_task(config)
+        self._policy_loss = make_policy_loss(config)
         tokenizer = load_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
         self._vocab_size = vocabulary_size(tokenizer)
         self._prompts = Prompts(config, task=task, tokenizer=tokenizer)
@@ -162,7 +164,8 @@ class PlainLoop:
             examples = self._prompts.for_step(number)
             seed = seed_for(config.seed, "rollout", step=number)
             responses = self._engine.generate(self._prompts.encode(examples), seed=seed)
-            scores = self._prompts.scores(responses.texts, examples)
+            infos = response_infos(responses.response_mask, responses.truncated)
+            scores = self._prompts.scores(responses.texts, examples, infos)
             drawn = rollout_batch(responses, scores=scores, weights_step=number - 1)
         ref_log_probs = old_log_probs = entropy = None
         if settings.uses_reference:
@@ -175,12 +178,13 @@ class PlainLoop:
             (values,) = infer(self._critic.read, drawn, scoring)
         with phase("advantages", step=number):
             judged = Judgement(ref_log_probs, old_log_probs, entropy, values)
-            batch = experience_of(drawn, judged, settings=settings, estimator=self._estimator, kl_coef=settings.kl.coef)
+            batch = experience_of(drawn, judged, settings=settings, credit=self._credit, kl_coef=settings.kl.coef)
         with phase("train_critic", step=number):
             critic_sums = self._train(self._critic, batch, step.value_loss(settings), number, split)
         with phase("train_actor", step=number):
             temperature, kl_coef = config.rollout.temperature, settings.kl.coef
-            loss = step.policy_loss(settings, temperature=temperature, vocab_size=self._vocab_size, kl_coef=kl_coef)
+            how = {"temperature": temperature, "vocab_size": self._vocab_size, "kl_coef": kl_coef}
+            loss = step.policy_loss(settings, self._policy_loss, **how)
             actor_sums = self._train(self._actor, batch, loss, number, split)
         with phase("report", step=number):
             work = throughput.of_step(config, batch, vocab_size=self._vocab_size, scoring=_SCORING)

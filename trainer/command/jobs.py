@@ -27,6 +27,7 @@ from trainer.config.schema import Config
 from trainer.report import MEMORY_FILE, METRICS_FILE, Table
 from trainer.report.compare import find_runs, read_overrides
 from trainer.report.records import CONFIG_FILE, RESULT_FILE, read_config, read_result
+from trainer.report.tables import accuracy_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -171,7 +172,7 @@ def sweep_table(directory: Path) -> Table:
     for job in jobs:
         own = " ".join(override for override in overrides[job] if override not in shared)
         result, _ = _result_of(job)
-        accuracy = "-" if result is None else f"{result['heldout_accuracy']:.2%}"
+        accuracy = "-" if result is None else accuracy_text(result)
         rows.append((str(job.relative_to(directory)), own, state_of(job), accuracy))
     columns = ("job", "overrides", "state", "held-out accuracy")
     return Table(title=f"Sweep in {directory}", columns=columns, rows=rows, text_columns=3)

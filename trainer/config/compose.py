@@ -17,6 +17,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.algo.estimators import AdvantageEstimator
+from trainer.algo.mismatch import Correction
+from trainer.algo.policy_losses import PolicyLoss
 from trainer.common.imports import import_named
 from trainer.config import objectives, rules
 from trainer.config.hf_architecture import architecture_of
@@ -70,6 +72,8 @@ def to_config(composed: DictConfig) -> Config:
     values["task"] = _typed_piece("task", values["task"], base=Task)
     values["memory"] = _typed_memory(values["memory"])
     values["advantages"] = _typed_piece("advantages", values["advantages"], base=AdvantageEstimator)
+    values["policy_loss"] = _typed_piece("policy_loss", values["policy_loss"], base=PolicyLoss)
+    values["mismatch"] = _typed_piece("mismatch", values["mismatch"], base=Correction)
     for model in (values["model"], *(role["model"] for role in values["roles"].values())):
         if model["kernels"] == "auto":
             model["kernels"] = default_kernels(values["platform"]["name"])

@@ -11,11 +11,13 @@ from trainer.config.schema import Config
 
 DIRECTIONS = {"heldout_accuracy": "maximize", "host_bytes": "minimize"}
 _RECORD_KEYS = {"heldout_accuracy": "heldout_accuracy", "host_bytes": "asleep_backup_bytes"}
+_ERROR_KEYS = ("heldout_accuracy_se",)
 
 
 def of_record(record: Mapping[str, Any]) -> dict[str, float]:
-    """All objectives of a job whose last metrics record is given."""
-    return {name: record[key] for name, key in _RECORD_KEYS.items()}
+    """All objectives of a job whose last metrics record is given, and their standard errors where they have one."""
+    errors = {key: record[key] for key in _ERROR_KEYS if record.get(key) is not None}
+    return {name: record[key] for name, key in _RECORD_KEYS.items()} | errors
 
 
 def values(results: Mapping[str, float], *, names: Sequence[str]) -> float | tuple[float, ...]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Dict, List, Optional  # noqa: UP035  (omegaco
 
 from trainer.common.limits import Limits, Words
 from trainer.config.marks import Mark, Within
-from trainer.config.schema_algo import AUTO, SEEDS, AlgoConfig, KlConfig
+from trainer.config.schema_algo import AUTO, SEEDS, AlgoConfig, KlConfig, OverlongConfig
 from trainer.config.schema_roles import (
     GRAD_FLAG,
     PARAM_FLAG,
@@ -52,6 +52,7 @@ __all__ = [
     "ModelConfig",
     "OffloadConfig",
     "OptimizerConfig",
+    "OverlongConfig",
     "ParallelConfig",
     "PlatformConfig",
     "RestoreConfig",
@@ -108,9 +109,11 @@ class TokenizerConfig(Section):
 @dataclass
 class DataConfig(Section):
     """``too_long``: what becomes of a prompt or a warm-up's answer that is too long, ``error``, ``drop`` or
-    ``truncate``; see :mod:`trainer.data.selection`."""
+    ``truncate``; see :mod:`trainer.data.selection`. ``replacement``: each question is drawn by itself, rather than
+    all of them once before any is drawn again."""
 
     too_long: Annotated[str, Words("error", "drop", "truncate")]
+    replacement: bool
 
 
 @dataclass
@@ -186,9 +189,10 @@ class CheckpointConfig(Section):
 
 @dataclass
 class Config(Section):
-    """The whole run. ``task`` and ``advantages`` are mappings with ``_target_``; its class (a dataclass) gives the
-    types of the rest. ``roles`` has no critic where the advantage estimator needs none. ``reward`` names a function
-    (response, example) -> float that pays in training, where the task's verdict does not.
+    """The whole run. ``task``, ``advantages``, ``policy_loss`` and ``mismatch`` are mappings with ``_target_``; its
+    class (a dataclass) gives the types of the rest. ``roles`` has no critic where the advantage estimator needs none.
+    ``reward`` names a function (response, example) -> float, or (response, example, info) -> float with a
+    :class:`trainer.tasks.ResponseInfo`, that pays in training, where the task's verdict does not.
 
     ``resume``: where the run goes on from. ``auto``: its own directory's latest checkpoint, if there is one; a path: a
     run directory or a checkpoint; null: nowhere, it starts anew. ``objective``: see :mod:`trainer.config.objectives`.
@@ -211,6 +215,8 @@ class Config(Section):
     reward: Optional[str]  # noqa: UP045
     rollout: RolloutConfig
     advantages: Dict[str, Any]  # noqa: UP006
+    policy_loss: Dict[str, Any]  # noqa: UP006
+    mismatch: Dict[str, Any]  # noqa: UP006
     algo: AlgoConfig
     platform: PlatformConfig
     launch: LaunchConfig

@@ -16,11 +16,21 @@ SEEDS = Limits(-(2**63), 2**63 - 1)
 @dataclass
 class KlConfig(Section):
     placement: Annotated[str, Words("reward", "loss")]
-    estimator: Annotated[str, Words("k1", "k2", "k3")]
+    estimator: Annotated[str, Words("k1", "k2", "k3", "k1+", "k3+")]
     coef: Annotated[float, Limits(0, 1e6)]
     clamp: Annotated[float, Limits(0, 80)]  # exp of more overflows float32
     target: Annotated[Optional[float], Limits(0, 1e6)]  # noqa: UP045
     horizon: Annotated[int, Limits(1, 1_000_000_000)]
+
+
+@dataclass
+class OverlongConfig(Section):
+    """``penalty``: what a response of ``rollout.max_new_tokens`` is paid less; less of it to those that have up to
+    ``buffer`` tokens fewer (:func:`trainer.algo.shaping.overlong_penalty`). ``mask``: truncated ones teach nothing."""
+
+    penalty: Annotated[float, Limits(0, 1e6)]
+    buffer: Annotated[int, Limits(0, 100_000_000)]
+    mask: bool
 
 
 @dataclass
@@ -33,6 +43,7 @@ class AlgoConfig(Section):
     warmup_steps: Annotated[int, Limits(0, 1_000_000_000)]
     warmup_lr: Annotated[float, Limits(0, 1000)]
     warmup_batch_size: Annotated[int, Limits(1, 1_000_000)]
+    warmup_questions: Annotated[Optional[int], Limits(1, 1_000_000_000)]  # noqa: UP045
     prompts_per_step: Annotated[int, Limits(1, 1_000_000)]
     responses_per_prompt: Annotated[int, Limits(1, 1_000_000)]
     epochs: Annotated[int, Limits(1, 10_000)]
@@ -41,20 +52,24 @@ class AlgoConfig(Section):
     old_log_probs: Annotated[str, Words("auto", "forward", "training")]
     micro_batch_size: Annotated[int, Limits(1, 1_000_000)]
     micro_batch_tokens: Annotated[Any, Limits(1, 1_000_000_000, or_word=AUTO)]
+    target_kl: Annotated[Optional[float], Limits(1e-9, 1e6)]  # noqa: UP045
+    dynamic_sampling_rounds: Annotated[int, Limits(0, 1000)]
+    reward_clip: Annotated[Optional[float], Limits(1e-9, 1e30)]  # noqa: UP045
+    centre_scores: bool
     whiten_advantages: bool
-    clip_low: Annotated[float, Limits(0, 1)]
-    clip_high: Annotated[float, Limits(0, 1e6)]
-    dual_clip: Annotated[Optional[float], Limits(1, 1e6)]  # noqa: UP045
-    log_ratio_clamp: Annotated[float, Limits(0, 80)]  # exp of more overflows float32
+    advantage_clip: Annotated[Optional[float], Limits(1e-9, 1e30)]  # noqa: UP045
     value_clip: Annotated[Optional[float], Limits(0, 1e6)]  # noqa: UP045
     entropy_coef: Annotated[float, Limits(0, 1e6)]  # with more, float32 gradients overflow
     loss_aggregation: Annotated[str, Words("token_mean", "sequence_mean", "fixed_length")]
+    critic_loss_aggregation: Annotated[str, Words("token_mean", "sequence_mean", "fixed_length")]
     loss_length: Annotated[int, Limits(1, 100_000_000)]
     critic_warmup_steps: Annotated[int, Limits(0, 1_000_000_000)]
     start_critic_from_actor: Optional[bool]  # noqa: UP045
     heldout_prompts: Annotated[int, Limits(1, 1_000_000)]
+    evaluation_samples: Annotated[int, Limits(0, 1000)]
     evaluate_every: Annotated[Optional[int], Limits(1, 1_000_000_000)]  # noqa: UP045
     kl: KlConfig
+    overlong: OverlongConfig
 
     @property
     def uses_reference(self) -> bool:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from trainer.algo.policy_losses import PolicyTokens
 
 SequencesT = TypeVar("SequencesT", bound="Sequences")
 RolloutBatchT = TypeVar("RolloutBatchT", bound="RolloutBatch")
@@ -65,7 +69,8 @@ class RolloutBatch(Sequences):
     """What a rollout drew, and what it is worth.
 
     Attributes:
-        engine_log_probs: [n, s-1] fp32, the engine's own log-prob of each response token; 0 elsewhere.
+        engine_log_probs: [n, s-1] fp32, the engine's own log-prob of each response token under the distribution that
+            it was drawn from (after top-k, top-p and min-p); 0 elsewhere.
         truncated: [n] bool, cut off at the longest length.
         scores: [n] fp32, what each response is paid: by the task's verdict, by ``reward``, or by judges.
         weights_step: the PPO step that trained the weights it was drawn with; 0: those of the warm-up.
@@ -81,6 +86,24 @@ class RolloutBatch(Sequences):
         return dataclasses.replace(self, scores=self.scores + scores)
 
 
+def joined(parts: Sequence[RolloutBatch], *, pad: int) -> RolloutBatch:
+    """The rows of batches that were drawn with the same weights, one after the other, padded to the longest row.
+
+    Args:
+        pad: token that pads rows.
+    """
+    columns = max(part.tokens.shape[1] for part in parts)
+
+    def filled(tensor: Tensor, part: RolloutBatch, name: str) -> Tensor:
+        if tensor.dim() == 1:
+            return tensor
+        return functional.pad(tensor, (0, columns - part.tokens.shape[1]), value=pad if name == "tokens" else 0)
+
+    names = parts[0].tensors()
+    whole = {name: torch.cat([filled(getattr(part, name), part, name) for part in parts]) for name in names}
+    return dataclasses.replace(parts[0], **whole)
+
+
 @dataclass(frozen=True)
 class Experience(RolloutBatch):
     """What roles train on. Everything per token is [n, s-1] fp32.
@@ -91,7 +114,10 @@ class Experience(RolloutBatch):
             itself gives them.
         entropy: of the distributions that the tokens are drawn from, under the same weights; None with them.
         kl: estimate of the KL divergence to the reference, not scaled; None without both log-probs.
-        advantages: what the actor's loss weighs tokens with.
+        estimated_advantages: as the estimator gave them.
+        advantages: what the actor's loss weighs tokens with: the same, or whitened, clipped, and times the importance
+            weights.
+        importance_weights: of the engine's tokens, see :mod:`trainer.algo.mismatch`; None where all weigh the same.
         values, returns: the critic's values before each token, and what they are to become; None without a critic.
     """
 
@@ -99,6 +125,19 @@ class Experience(RolloutBatch):
     old_log_probs: Tensor | None
     entropy: Tensor | None
     kl: Tensor | None
+    estimated_advantages: Tensor
     advantages: Tensor
+    importance_weights: Tensor | None
     values: Tensor | None
     returns: Tensor | None
+
+    def policy_tokens(self, old_log_probs: Tensor) -> PolicyTokens:
+        """What a policy loss may read of it, with these log-probs from before training."""
+        return PolicyTokens(
+            old_log_probs=old_log_probs,
+            engine_log_probs=self.engine_log_probs,
+            advantages=self.advantages,
+            response_mask=self.response_mask,
+            truncated=self.truncated,
+            weights_step=self.weights_step,
+        )

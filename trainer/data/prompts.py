@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,14 @@ from trainer.config.schema import Config
 from trainer.data.batch import Sequences
 from trainer.data.encoding import Encoder
 from trainer.data.rewards import pay, verdict
-from trainer.data.selection import Selection, digest_of, drawn_positions, stand_in
+from trainer.data.selection import Selection, demonstrated, digest_of, drawn_positions, purpose_of_round, stand_in
 from trainer.megatron.groups import data_parallel_rank, data_parallel_size, max_over_ranks
-from trainer.tasks.base import Example, Task
+from trainer.tasks.base import Example, ResponseInfo, Task
 
 
 class Prompts:
     """Draws examples of ``task``. Global draws depend on (seed, purpose, step) alone; each data-parallel rank takes
-    its contiguous share, so the questions of a step do not depend on the number of ranks.
+    its share, so the questions of a step do not depend on the number of ranks.
 
     Args:
         selection: the parent's; without one nothing is left out.
@@ -50,11 +50,39 @@ class Prompts:
                 "seed decides? (Sort it.)"
             )
 
-    def for_step(self, step: int) -> list[Example]:
-        """This rank's examples of a PPO step, each repeated ``algo.responses_per_prompt`` times."""
+    @property
+    def pad(self) -> int:
+        """The token that pads rows."""
+        return self.tokenizer.pad_token_id
+
+    def for_step(self, step: int, *, round_number: int = 0) -> list[Example]:
+        """This rank's examples of a PPO step, each repeated ``algo.responses_per_prompt`` times. ``round_number``: of
+        dynamic sampling, whose later rounds have other questions."""
         settings = self._config.algo
-        drawn = self._draw("prompts", step, settings.prompts_per_step)
+        population = len(self._task.train)
+        drawn = self._draw(
+            purpose_of_round(round_number),
+            step,
+            settings.prompts_per_step,
+            own=self._own_prompts(),
+            population=population,
+        )
         return [example for example in drawn for _ in range(settings.responses_per_prompt)]
+
+    def response_numbers(self) -> list[int]:
+        """Of the responses to :meth:`for_step` among those of all ranks."""
+        responses = self._config.algo.responses_per_prompt
+        return [prompt * responses + i for prompt in self._own_prompts() for i in range(responses)]
+
+    def _own_prompts(self) -> list[int]:
+        """This rank's prompts among those of a step: of each minibatch an equal, contiguous share. So the same prompts
+        make a minibatch however many ranks there are, unless a minibatch has fewer prompts than there are ranks (or
+        splits a prompt's responses): then a rank's share of a step is contiguous."""
+        settings, ranks = self._config.algo, data_parallel_size()
+        parts = settings.minibatches if settings.prompts_per_step % (ranks * settings.minibatches) == 0 else 1
+        size = settings.prompts_per_step // parts
+        share = _share(size)
+        return [part * size + number for part in range(parts) for number in share]
 
     def heldout(self, count: int) -> list[Example]:
         """This rank's share of the first ``count`` held-out examples (or of all, if there are fewer)."""
@@ -80,10 +108,12 @@ class Prompts:
             return answers
         return [answer[: self._config.rollout.max_new_tokens] for answer in answers]
 
-    def scores(self, responses: Sequence[str], examples: Sequence[Example]) -> list[float]:
+    def scores(
+        self, responses: Sequence[str], examples: Sequence[Example], infos: Sequence[ResponseInfo]
+    ) -> list[float]:
         """What each response is paid in training."""
-        pairs = zip(responses, examples, strict=True)
-        return [pay(self._config, self._task, text, example) for text, example in pairs]
+        given = zip(responses, examples, infos, strict=True)
+        return [pay(self._config, self._task, text, example, info) for text, example, info in given]
 
     def verdicts(self, responses: Sequence[str], examples: Sequence[Example]) -> list[float]:
         """The task's verdict on each response."""
@@ -91,7 +121,11 @@ class Prompts:
 
     def supervised_batch(self, step: int) -> Sequences:
         """Question and answer of warm-up step ``step``; the response is the answer and EOS."""
-        examples = self._draw("warm_up", step, self._config.algo.warmup_batch_size)
+        algo = self._config.algo
+        shown = demonstrated(algo, len(self._task.train))
+        examples = self._draw(
+            "warm_up", step, algo.warmup_batch_size, own=_share(algo.warmup_batch_size), population=shown
+        )
         questions, answers = self.encode(examples), self._answers(examples)
         longest = max_over_ranks(max(len(q) + len(a) for q, a in zip(questions, answers, strict=True)))
         length = round_up(longest, LENGTH_MULTIPLE)
@@ -108,20 +142,29 @@ class Prompts:
         """Row numbers of each minibatch of one epoch over this rank's sequences.
 
         The first epoch keeps the order of the rollout, so that its micro-batches are those which the log-probs were
-        computed in and the first ratio is exactly one; later epochs are shuffled.
+        computed in and the first ratio is exactly one. In later epochs the i-th sequences of all minibatches change
+        places at random. Ranks need not exchange sequences for that, and the sequences that make a minibatch of all
+        ranks do not depend on their number (see :meth:`_own_prompts`).
         """
-        order = torch.arange(sequences)
+        settings = self._config.algo
+        rows = torch.arange(sequences).view(settings.minibatches, -1)
         if epoch > 0:
-            seed = seed_for(self._config.algo.shuffle_seed, f"shuffle/{epoch}", step=step, rank=data_parallel_rank())
-            order = torch.randperm(sequences, generator=torch.Generator().manual_seed(seed))
-        yield from order.chunk(self._config.algo.minibatches)
+            size, generator = rows.shape[1], torch.Generator()
+            generator.manual_seed(seed_for(settings.shuffle_seed, f"shuffle/{epoch}", step=step))
+            order = torch.rand(len(rows), size * data_parallel_size(), generator=generator).argsort(dim=0)
+            first = size * data_parallel_rank()
+            rows = rows.gather(0, order[:, first : first + size])
+        yield from rows
 
-    def _draw(self, purpose: str, step: int, count: int) -> list[Example]:
+    def _draw(self, purpose: str, step: int, count: int, *, own: Iterable[int], population: int) -> list[Example]:
         examples = self._task.train
-        positions = drawn_positions(self._config, purpose, step, count=count, population=len(examples))
-        share = count // data_parallel_size()
-        start = data_parallel_rank() * share
+        positions = drawn_positions(self._config, purpose, step, count=count, population=population)
         return [
-            examples[stand_in(position, dropped=self._dropped, population=len(examples))]
-            for position in positions[start : start + share]
+            examples[stand_in(positions[number], dropped=self._dropped, population=len(examples))] for number in own
         ]
+
+
+def _share(count: int) -> range:
+    """This rank's contiguous share of ``count`` things, a multiple of the number of ranks."""
+    size = count // data_parallel_size()
+    return range(data_parallel_rank() * size, (data_parallel_rank() + 1) * size)

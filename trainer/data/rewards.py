@@ -5,19 +5,21 @@ from __future__ import annotations
 import traceback
 
 from trainer.config.schema import Config
-from trainer.tasks.base import Example, Task
+from trainer.tasks.base import Example, ResponseInfo, Task
 from trainer.tasks.verifiers import RewardError, as_reward, reward_of
 
 _WRONG = "no answer at all"
 
 
-def pay(config: Config, task: Task, response: str, example: Example) -> float:
-    """The reward in training.
+def pay(config: Config, task: Task, response: str, example: Example, info: ResponseInfo) -> float:
+    """The reward in training; ``info`` goes to a reward function that takes it.
 
     Raises:
         RewardError: it is no finite number. What the user's code raises is passed on.
     """
-    return verdict(task, response, example) if config.reward is None else reward_of(config.reward, response, example)
+    if config.reward is None:
+        return verdict(task, response, example)
+    return reward_of(config.reward, response, example, info)
 
 
 def verdict(task: Task, response: str, example: Example) -> float:
@@ -35,7 +37,7 @@ def check_rewards(config: Config, task: Task) -> None:
     example = task.train[0]
     for response in (example.answer, _WRONG):
         try:
-            pay(config, task, response, example)
+            pay(config, task, response, example, ResponseInfo(token_count=len(response.split()), truncated=False))
             verdict(task, response, example)
         except RewardError:
             raise

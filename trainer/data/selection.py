@@ -8,6 +8,7 @@ error, or the question is left out (the next one stands in for it), or what is t
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Collection, Iterator, Sequence
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.progress import track
 
 from trainer.common.seeds import seed_for
-from trainer.config.schema import Config
+from trainer.config.schema import AlgoConfig, Config
 from trainer.data.encoding import Encoder
 from trainer.tasks.base import Example, Task
 
@@ -44,9 +45,33 @@ class Selection:
 
 
 def drawn_positions(config: Config, purpose: str, step: int, *, count: int, population: int) -> list[int]:
-    """The training questions that all ranks together draw for a step: a function of (seed, purpose, step)."""
-    generator = torch.Generator().manual_seed(seed_for(config.seed, purpose, step=step))
-    return torch.randint(population, (count,), generator=generator).tolist()
+    """The training questions that all ranks together draw for a step (from 1): a function of (seed, purpose, step).
+
+    Without ``data.replacement`` steps go through all questions in a shuffled order, then through all of them in another
+    one. (Where a question is left out as too long, its stand-in is asked twice.)
+    """
+    if config.data.replacement:
+        generator = torch.Generator().manual_seed(seed_for(config.seed, purpose, step=step))
+        return torch.randint(population, (count,), generator=generator).tolist()
+    numbers = range((step - 1) * count, step * count)
+    return [_epoch(config.seed, purpose, number // population, population)[number % population] for number in numbers]
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch(seed: int, purpose: str, epoch: int, population: int) -> list[int]:
+    """The order of all questions in one pass over them."""
+    generator = torch.Generator().manual_seed(seed_for(seed, f"{purpose}/epoch", step=epoch))
+    return torch.randperm(population, generator=generator).tolist()
+
+
+def purpose_of_round(number: int) -> str:
+    """What the questions of a round are drawn for: of the first one, or of dynamic sampling after it."""
+    return "prompts" if number == 0 else f"prompts/round_{number}"
+
+
+def demonstrated(algo: AlgoConfig, count: int) -> int:
+    """Of ``count`` training questions: how many, from the first on, the warm-up may show the answers of."""
+    return count if algo.warmup_questions is None else min(algo.warmup_questions, count)
 
 
 def stand_in(position: int, *, dropped: Collection[int], population: int) -> int:
@@ -115,13 +140,15 @@ def _drawn(config: Config, train: Sequence[Example]) -> Collection[int]:
     count, algo = len(train), config.algo
     if _holds(train):
         return range(count)
-    sizes = {"warm_up": algo.warmup_batch_size, "prompts": algo.prompts_per_step}
-    steps = {"warm_up": algo.warmup_steps, "prompts": algo.num_steps}
+    rounds = [purpose_of_round(number) for number in range(1 + algo.dynamic_sampling_rounds)]
+    sizes = {"warm_up": algo.warmup_batch_size, **dict.fromkeys(rounds, algo.prompts_per_step)}
+    populations = {"warm_up": demonstrated(algo, count), **dict.fromkeys(rounds, count)}
+    steps = {"warm_up": algo.warmup_steps, **dict.fromkeys(rounds, algo.num_steps)}
     draws = [(purpose, step) for purpose, last in steps.items() for step in range(1, last + 1)]
     return {
         position
         for purpose, step in draws
-        for position in drawn_positions(config, purpose, step, count=sizes[purpose], population=count)
+        for position in drawn_positions(config, purpose, step, count=sizes[purpose], population=populations[purpose])
     }
 
 

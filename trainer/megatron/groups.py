@@ -84,12 +84,21 @@ def _broadcast(value: Any, group: Any, *, source: int) -> Any:
 
 def sum_over_ranks(values: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
     """Sum scalars over the data-parallel ranks in float64. Collective; every rank passes the same keys."""
+    return _over_ranks(values, distributed.ReduceOp.SUM)
+
+
+def largest_over_ranks(values: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
+    """The largest of each scalar on any data-parallel rank. Collective; every rank passes the same keys."""
+    return _over_ranks(values, distributed.ReduceOp.MAX)
+
+
+def _over_ranks(values: Mapping[str, torch.Tensor | float], operation: Any) -> dict[str, float]:
     names = sorted(values)
     device = torch.cuda.current_device()
-    sums = torch.stack([torch.as_tensor(values[name], dtype=torch.float64, device=device) for name in names])
+    found = torch.stack([torch.as_tensor(values[name], dtype=torch.float64, device=device) for name in names])
     if data_parallel_size() > 1:
-        distributed.all_reduce(sums, group=data_parallel_group())
-    return dict(zip(names, sums.tolist(), strict=True))
+        distributed.all_reduce(found, op=operation, group=data_parallel_group())
+    return dict(zip(names, found.tolist(), strict=True))
 
 
 def max_over_ranks(value: int) -> int:
@@ -105,6 +114,14 @@ def least_of_all_ranks(value: int) -> int:
     values: list[int] = [0] * distributed.get_world_size()
     distributed.all_gather_object(values, value)
     return min(values)
+
+
+def gathered(value: Any) -> list[Any]:
+    """What each data-parallel rank passes (pickled), in their order. Collective."""
+    values: list[Any] = [value] * data_parallel_size()
+    if data_parallel_size() > 1:
+        distributed.all_gather_object(values, value, group=data_parallel_group())
+    return values
 
 
 def combined_digest(digest: str) -> str:

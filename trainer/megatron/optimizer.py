@@ -70,12 +70,13 @@ def megatron_optimizer(chunks: list[Any], role: TrainedRole) -> Any:
 
 
 def build_scheduler(optimizer: Any, role: TrainedRole, *, total_steps: int) -> OptimizerParamScheduler:
-    """Megatron's schedule over ``total_steps`` optimizer steps: warm-up, then constant, linear or cosine decay, or a
-    decay in the last steps only (WSD, arXiv:2404.06395 section 4)."""
+    """Megatron's schedule over ``total_steps`` optimizer steps: n steps of warm-up at 1/(n+1), ..., n/(n+1) of the
+    learning rate, then constant, linear or cosine decay, or a decay in the last steps only (WSD, arXiv:2404.06395
+    section 4)."""
     settings = role.optimizer
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=settings.lr / (settings.lr_warmup_steps + 1),  # zero would waste the first rollout
         max_lr=settings.lr,
         min_lr=settings.lr * settings.min_lr_ratio,
         lr_warmup_steps=settings.lr_warmup_steps,
@@ -88,6 +89,12 @@ def build_scheduler(optimizer: Any, role: TrainedRole, *, total_steps: int) -> O
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
+
+
+def rise_and_fall(number: int, *, total: int) -> float:
+    """Share of the highest learning rate in supervised step ``number`` (from 1) of ``total``: it rises in the first
+    tenth of the steps and falls linearly to 1 / total in the last one."""
+    return min(1.0, number / math.ceil(total / 10)) * (total + 1 - number) / total
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
@@ -116,6 +123,11 @@ class OptimizerState:
     pieces: tuple[torch.Tensor, ...]
     main_pieces: int
     main_params: tuple[tuple[torch.Tensor, int, int], ...]
+
+    def zero_moments(self) -> None:
+        """Set Adam's moments to those of a new optimizer."""
+        for piece in self.pieces[self.main_pieces :]:
+            piece.zero_()
 
     def share_in(self, pieces: Sequence[torch.Tensor], share: Share, *, weights: Mapping[str, torch.Tensor]) -> Share:
         """``share`` with its tensors taken from ``pieces``, those of the state or copies of them; a parameter that is

@@ -40,6 +40,7 @@ class Run:
         settings: dotted key -> value of the resolved config; empty if the run stopped before it had one.
         choices: config group -> chosen option, from Hydra's own record.
         overridden: keys that were given on the command line.
+        accuracies, accuracy_errors: step -> held-out accuracy, and its standard error where there is one.
         host_bytes: role -> owner -> bytes kept on the host while the role sleeps.
         sleep_seconds, wake_seconds: of all regions once, each at its median.
         step_seconds: median over the PPO steps.
@@ -53,6 +54,7 @@ class Run:
     overridden: Sequence[str] = ()
     rewards: Mapping[int, float] = field(default_factory=dict)
     accuracies: Mapping[int, float] = field(default_factory=dict)
+    accuracy_errors: Mapping[int, float] = field(default_factory=dict)
     weights: str = ""
     parameters: Mapping[str, int] = field(default_factory=dict)
     host_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -169,6 +171,9 @@ def _read_metrics(run: Run, metrics: Sequence[Record]) -> None:
     steps = [record for record in metrics if record["step"] > 0]
     run.rewards = {r["step"]: float(r["reward"]) for r in steps if r.get("reward") is not None}
     run.accuracies = {r["step"]: float(r["heldout_accuracy"]) for r in metrics if r.get("heldout_accuracy") is not None}
+    run.accuracy_errors = {
+        r["step"]: float(r["heldout_accuracy_se"]) for r in metrics if r.get("heldout_accuracy_se") is not None
+    }
     run.parameters = {k.partition("/")[2]: v for r in metrics for k, v in r.items() if k.startswith("parameters/")}
     run.step_seconds = statistics.median(map(step_seconds, steps)) if steps else None
     last = metrics[-1] if metrics else {}

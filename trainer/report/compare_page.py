@@ -115,16 +115,21 @@ def _run_table(runs: Sequence[Run], groups: Sequence[Group]) -> Table:
                 UNKNOWN if seed is None else str(seed),
                 run.state,
                 text(_last(run.rewards), ".3f"),
-                text(run.accuracies.get(0), ".1%"),
-                text(_last({step: x for step, x in run.accuracies.items() if step > 0}), ".1%"),
+                _accuracy(run, 0),
+                _accuracy(run, max((step for step in run.accuracies if step > 0), default=-1)),
                 text(run.step_seconds, ".3f"),
                 per or UNKNOWN,
             )
         )
-    title = "Runs: held-out accuracy before and after"
+    title = "Runs: held-out accuracy before and after, with standard errors"
     title += f", host bytes per parameter asleep ({'/'.join(roles)})" if roles else ""
     header = ("run", "settings", "seed", "state", "reward", "before", "after", "s/step", "B/param")
     return Table(title=title, columns=header, rows=rows, text_columns=4)
+
+
+def _accuracy(run: Run, step: int) -> str:
+    error = run.accuracy_errors.get(step)
+    return text(run.accuracies.get(step), ".1%") + ("" if error is None else f" ± {100 * error:.1f}")
 
 
 def _owner_table(groups: Sequence[Group]) -> Table:

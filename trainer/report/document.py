@@ -66,7 +66,10 @@ def _figures(
         from trainer.report import figures  # matplotlib waits until a report is written
 
         if figures.draw_training(metrics, directory / TRAINING_FIGURE):
-            parts += ["## Training", f"![Reward, held-out accuracy, KL, value loss, entropy]({TRAINING_FIGURE})"]
+            parts += [
+                "## Training",
+                f"![Reward, held-out accuracy, KL, explained variance, entropy]({TRAINING_FIGURE})",
+            ]
         if figures.draw_memory(memory, directory / MEMORY_FIGURE):
             parts += ["## Memory", f"![Host, asleep and GPU memory over time]({MEMORY_FIGURE})"]
         if schedule:

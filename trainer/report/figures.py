@@ -36,8 +36,9 @@ _SHADE = 0.35
 
 
 def draw_training(metrics: Sequence[Record], path: Path) -> bool:
-    """Reward, held-out accuracy, KL (without a reference: gradient norm), value loss (without a critic: response
-    length) and entropy over PPO steps. Without a step: False, no file."""
+    """Reward, held-out accuracy with its standard error, KL (without a reference: gradient norm), the critic's
+    explained variance (without a critic: response length) and entropy over PPO steps. Without a step: False, no file.
+    """
     steps = [record for record in metrics if record["step"] > 0]
     if not steps:
         return False
@@ -51,8 +52,8 @@ def draw_training(metrics: Sequence[Record], path: Path) -> bool:
             _draw_metric(kl, steps, "kl", "KL to the reference", "nats per token", ORANGE)
         else:
             _draw_metric(kl, steps, "actor/grad_norm", "Gradient norm of the actor", "before clipping", ORANGE)
-        if any("critic/loss" in record for record in steps):
-            _draw_metric(middle, steps, "critic/loss", "Value loss", "loss", GREEN)
+        if any("critic/explained_variance" in record for record in steps):
+            _draw_metric(middle, steps, "critic/explained_variance", "Explained variance", "of the returns", GREEN)
         else:
             _draw_metric(middle, steps, "response_length", "Response length", "tokens", GREEN)
         _draw_metric(entropy, steps, "entropy", "Entropy", "nats per token", PURPLE)
@@ -79,12 +80,14 @@ def _draw_metric(axes: Axes, records: Sequence[Record], key: str, title: str, la
 
 
 def _draw_accuracy(axes: Axes, metrics: Sequence[Record]) -> None:
-    measured = [(r["step"], r["heldout_accuracy"]) for r in metrics if r.get("heldout_accuracy") is not None]
+    records = [r for r in metrics if r.get("heldout_accuracy") is not None]
+    measured = [(r["step"], r["heldout_accuracy"]) for r in records]
     accuracy_axis(axes)
     if not measured:
         return
     steps, accuracies = zip(*measured, strict=True)
-    axes.plot(steps, accuracies, color=BLUE, marker="o", markersize=6)
+    errors = [r.get("heldout_accuracy_se") or 0.0 for r in records]
+    axes.errorbar(steps, accuracies, yerr=errors, color=BLUE, marker="o", markersize=5, capsize=3)
     above = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
     for step, accuracy in {measured[0], measured[-1]}:
         axes.annotate(f"{accuracy:.1%}", (step, accuracy), **above)

@@ -157,13 +157,22 @@ def ledger_table(memory: Sequence[Record], *, plan: Sequence[Record]) -> Table:
 
 def accuracy_table(metrics: Sequence[Record]) -> Table:
     """Held-out accuracy when the warm-up ends (step 0) and at the last step that measured it."""
-    measured = {r["step"]: r["heldout_accuracy"] for r in metrics if r.get("heldout_accuracy") is not None}
-    rows = [("after the warm-up", "0", f"{measured[0]:.2%}")] if 0 in measured else []
+    measured = {r["step"]: r for r in metrics if r.get("heldout_accuracy") is not None}
+    rows = [("after the warm-up", "0", accuracy_text(measured[0]))] if 0 in measured else []
     last = max(measured, default=0)
     if last > 0:
-        rows.append(("at the end", str(last), f"{measured[last]:.2%}"))
-    gained = [("gained", "", f"{100 * (measured[last] - measured[0]):+.2f} points")] if len(rows) == 2 else []
-    return Table(title="Held-out accuracy", columns=("when", "step", "accuracy"), rows=rows, totals=gained)
+        rows.append(("at the end", str(last), accuracy_text(measured[last])))
+    points = 100 * (measured[last]["heldout_accuracy"] - measured[0]["heldout_accuracy"]) if len(rows) == 2 else None
+    gained = [] if points is None else [("gained", "", f"{points:+.2f} points")]
+    problems = measured[last].get("heldout_problems") if measured else None
+    title = "Held-out accuracy" + (f", {problems} problems, with its standard error" if problems else "")
+    return Table(title=title, columns=("when", "step", "accuracy"), rows=rows, totals=gained)
+
+
+def accuracy_text(record: Record) -> str:
+    """The held-out accuracy of a record that has one, with its standard error where there is one."""
+    error = record.get("heldout_accuracy_se")
+    return f"{record['heldout_accuracy']:.2%}" + ("" if error is None else f" ± {100 * error:.2f}")
 
 
 def sleep_table(memory: Sequence[Record], *, parameters: Record) -> Table:

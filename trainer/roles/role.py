@@ -408,6 +408,14 @@ class Role:
         self._trained_since_backup = True
         return updated, grad_norm
 
+    def restart_optimizer(self) -> None:
+        """Forget Adam's moments and step count: the next step is the first one of an optimizer that was just built."""
+        self.require(TRAINING, tag=self.name)
+        self._regions.will_change()
+        self._regions.wait_for_optimizer_state()
+        self._state.zero_moments()
+        optimizers.set_step_count(self.optimizer, 0)
+
     def _set_param_hooks(self, *, enabled: bool) -> None:
         """Hooks that gather parameters during the forward pass live inside :meth:`training` only; leaving it completes
         the gather, so that backups, forward-only passes and sleep see whole parameters."""

@@ -27,7 +27,7 @@ class Responses:
         log_probs: [n, s] fp32, the engine's own log-prob of each response token under softmax(logits / temperature),
             so before top-p; 0 elsewhere.
         drawn_log_probs: [n, s] fp32, the same under the distribution that the token was drawn from, after top-k, top-p
-            and min-p; None from an engine that does not give it.
+            and min-p.
     """
 
     tokens: Tensor
@@ -35,7 +35,7 @@ class Responses:
     truncated: Tensor
     texts: list[str]
     log_probs: Tensor
-    drawn_log_probs: Tensor | None = None
+    drawn_log_probs: Tensor
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], *, longest: int) -> None:

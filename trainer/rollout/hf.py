@@ -29,6 +29,7 @@ from trainer.models.hf_bridge import check_names, hf_config, to_hf, views_by_fil
 from trainer.plan.holdings import ENGINE
 from trainer.roles.role import FORWARD, Role
 from trainer.rollout.base import Responses, check_prompts, decoded
+from trainer.rollout.native.sampling import Sampling, kept_probabilities
 from trainer.rollout.stops import StopStrings
 from trainer.tasks.tokenizer import vocabulary_size
 
@@ -173,13 +174,13 @@ class HfEngine:
         device, pad = self.model.device, self._pad
         if not prompts:
             nothing = torch.zeros(0, 0, device=device)
-            return Responses(nothing.long(), nothing.bool(), nothing.any(dim=1), [], nothing)
+            return Responses(nothing.long(), nothing.bool(), nothing.any(dim=1), [], nothing, nothing)
         width = max(map(len, prompts))
         padding = torch.tensor([width - len(prompt) for prompt in prompts]).to(device)
         padded = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts]).to(device)
         is_prompt = torch.arange(width, device=device) >= padding[:, None]
         seed = seed_for(seed, "rows", rank=numbers[0] if numbers else 0)
-        sequences, log_probs = self._sample(padded, is_prompt, seed=seed, greedy=greedy)
+        sequences, recorded = self._sample(padded, is_prompt, seed=seed, greedy=greedy)
 
         drawn = sequences[:, width:]
         ended = torch.isin(drawn, torch.tensor(self._ends, device=device)).cumsum(dim=1) > 0
@@ -194,7 +195,10 @@ class HfEngine:
         source = torch.arange(columns, device=device) + padding[:, None]
         response_mask = (source >= width) & (source < width + lengths[:, None])
         tokens = sequences.gather(1, source.clamp(max=sequences.shape[1] - 1))
-        log_probs = log_probs.gather(1, (source - width).clamp(0, drawn.shape[1] - 1))
+        place = (source - width).clamp(0, drawn.shape[1] - 1)
+        log_probs, drawn_log_probs = (
+            numbers.gather(1, place).where(response_mask, 0.0) for numbers in recorded.unbind(dim=-1)
+        )
         return Responses(
             tokens=tokens.where(response_mask | (source < width), pad),
             response_mask=response_mask,
@@ -204,12 +208,14 @@ class HfEngine:
                 ends=self._ends,
                 tokenizer=self._tokenizer,
             ),
-            log_probs=log_probs.where(response_mask, 0.0),
+            log_probs=log_probs,
+            drawn_log_probs=drawn_log_probs,
         )
 
     def _sample(self, prompts: Tensor, is_prompt: Tensor, *, seed: int, greedy: bool) -> tuple[Tensor, Tensor]:
         """prompts and is_prompt [n, w], padded on the left -> (sequences [n, w + drawn], their drawn tokens' log-probs
-        [n, drawn]). A row is drawn until an end-of-sequence token, then padded."""
+        [n, drawn, 2], plain and under what is left after top-k, top-p and min-p). A row is drawn until an
+        end-of-sequence token, then padded."""
         rollout = self._rollout
         sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
         sampling |= {"min_p": rollout.min_p} if rollout.min_p else {}
@@ -220,7 +226,8 @@ class HfEngine:
             pad_token_id=self._pad,
             **({} if greedy else sampling),
         )
-        recorder = _LogProbRecorder(rollout.temperature, vocab_size=self._vocab_size)
+        how = Sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p, greedy)
+        recorder = _LogProbRecorder(how, vocab_size=self._vocab_size)
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
@@ -235,15 +242,16 @@ class HfEngine:
 
 
 class _LogProbRecorder(LogitsProcessor):
-    """Keeps the log-prob of each drawn token, without keeping the logits of every step, and leaves padding of the
-    vocabulary without probability.
+    """Keeps the log-probs of each drawn token, plain and as drawn (see :class:`trainer.rollout.native.sampling.Drawn`),
+    without keeping the logits of every step, and leaves padding of the vocabulary without probability.
 
     ``generate`` calls it with the tokens so far and the next one's raw logits, before temperature and top-p.
     """
 
-    def __init__(self, temperature: float, *, vocab_size: int) -> None:
-        self._temperature, self._vocab_size = temperature, vocab_size
+    def __init__(self, sampling: Sampling, *, vocab_size: int) -> None:
+        self._sampling, self._vocab_size = sampling, vocab_size
         self._next: Tensor | None = None
+        self._drawn_from: Tensor | None = None
         self._drawn: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -252,15 +260,19 @@ class _LogProbRecorder(LogitsProcessor):
         if scores.shape[1] > self._vocab_size:
             scores = scores.clone()
             scores[:, self._vocab_size :] = -torch.inf
-        self._next = (scores.float() / self._temperature).log_softmax(dim=-1)
+        self._next = (scores.float() / self._sampling.temperature).log_softmax(dim=-1)
+        kept = kept_probabilities(self._next.exp(), self._sampling)
+        self._drawn_from = (kept / kept.sum(dim=-1, keepdim=True)).log()
         return scores
 
     def _record_last(self, input_ids: Tensor) -> None:
-        if self._next is not None:
-            self._drawn.append(self._next.gather(1, input_ids[:, -1:]))
+        if self._next is not None and self._drawn_from is not None:
+            last = input_ids[:, -1:]
+            plain, drawn = self._next.gather(1, last), self._drawn_from.gather(1, last)
+            self._drawn.append(torch.stack([plain, torch.zeros_like(drawn) if self._sampling.greedy else drawn], -1))
 
     def log_probs_of(self, sequences: Tensor) -> Tensor:
-        """Of the finished sequences, [n, drawn]."""
+        """Of the finished sequences, [n, drawn, 2]."""
         self._record_last(sequences)
         return torch.cat(self._drawn, dim=1)
 

@@ -4,6 +4,6 @@
 class: any dataclass that extends ``Task``, in this package or not. Nothing here imports torch.
 """
 
-from trainer.tasks.base import Example, Task
+from trainer.tasks.base import Example, ResponseInfo, Task
 
-__all__ = ["Example", "Task"]
+__all__ = ["Example", "ResponseInfo", "Task"]

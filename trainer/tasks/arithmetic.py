@@ -43,6 +43,7 @@ class Problem:
 
     def examples(self, forms: str) -> Iterator[Example]:
         """Every wording, sums in both orders. ``mixed`` has those of both forms and two mixtures."""
+        problem = f"{self.left} {self.operation} {self.right}"
         answer = str(self.left + self.right if self.operation == "plus" else self.left - self.right)
         orders = [(self.left, self.right)]
         if self.operation == "plus" and self.left != self.right:
@@ -50,13 +51,14 @@ class Problem:
         for left, right in orders:
             metadata = {"operation": self.operation, "left": left, "right": right}
             words = (number_in_words(left), number_in_words(right))
-            if forms != "words":
-                yield Example(f"{left} {SYMBOLS[self.operation]} {right} =", answer, metadata)
-            if forms != "digits":
-                yield Example(f"{words[0]} {self.operation} {words[1]} =", answer, metadata)
-            if forms == "mixed":
-                yield Example(f"{left} {self.operation} {words[1]} =", answer, metadata)
-                yield Example(f"{words[0]} {self.operation} {right} =", answer, metadata)
+            wordings = {
+                "digits": [f"{left} {SYMBOLS[self.operation]} {right} ="],
+                "words": [f"{words[0]} {self.operation} {words[1]} ="],
+                "mixed": [f"{left} {self.operation} {words[1]} =", f"{words[0]} {self.operation} {right} ="],
+            }
+            for form in FORMS if forms == "mixed" else (forms,):
+                for question in wordings[form]:
+                    yield Example(question, answer, metadata, problem=problem)
 
 
 @dataclass(frozen=True)

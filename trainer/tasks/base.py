@@ -18,12 +18,14 @@ CORPUS_EXAMPLES = 2048
 @dataclass(frozen=True)
 class Example:
     """One question. ``metadata`` is whatever the task's verifier needs besides ``answer``; ``origin`` says where it
-    stands (``questions.jsonl, line 7``), for messages about it."""
+    stands (``questions.jsonl, line 7``), for messages about it; ``problem`` is the same for all wordings of
+    one problem, which are not independent when accuracy is measured (empty: the question is a problem of its own)."""
 
     question: str
     answer: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     origin: str = field(default="", compare=False)
+    problem: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         """Raises ValueError unless question and answer are text that can be encoded."""
@@ -39,6 +41,15 @@ class Example:
                     f"{where}: its {name} holds {value[error.start]!r}, half of a character (a lone surrogate), which "
                     "is no text: write the whole character"
                 ) from error
+
+
+@dataclass(frozen=True)
+class ResponseInfo:
+    """What a reward function may know of a response besides its text: its tokens, the one that ended it included, and
+    whether it was cut off at ``rollout.max_new_tokens``."""
+
+    token_count: int
+    truncated: bool
 
 
 class Task(ABC):

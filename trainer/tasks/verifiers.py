@@ -5,13 +5,15 @@ Simplification: text only. What an answer *means* (algebra, code, units) is for 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections.abc import Callable, Collection
 from decimal import Decimal
 from typing import Any, cast
 
 from trainer.common.imports import import_named
-from trainer.tasks.base import Example
+from trainer.tasks.base import Example, ResponseInfo
 
 Verifier = Callable[[str, Example], float]
 # Digits with optional thousands commas, decimals and exponent. Longer exponents are none: Decimal has limits.
@@ -94,14 +96,29 @@ def verify(name: str, response: str, example: Example) -> float:
     return reward
 
 
-def reward_of(name: str, response: str, example: Example) -> float:
-    """What the reward function called ``name`` (``package.module.function``) pays. What it raises is passed on.
+def reward_of(name: str, response: str, example: Example, info: ResponseInfo) -> float:
+    """What the reward function called ``name`` (``package.module.function``) pays; one that takes a third argument gets
+    ``info``. What it raises is passed on.
 
     Raises:
         RewardError: it returned no number, or none that is finite.
     """
     function = import_function(name, setting="reward")
-    return as_reward(function(response, example), source=f"reward={name}", response=response)
+    given = (response, example, info) if _takes_three(function) else (response, example)
+    return as_reward(function(*given), source=f"reward={name}", response=response)
+
+
+@functools.lru_cache(maxsize=8)
+def _takes_three(function: Callable[..., object]) -> bool:
+    """Whether a third argument can be given by place."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
+    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len([p for p in by_place if p.default is p.empty]) >= 3 or (
+        len(by_place) >= 3 and by_place[2].name == "info"
+    )
 
 
 def as_reward(value: Any, *, source: str, response: str) -> float:

@@ -11,7 +11,8 @@ from torch import Tensor
 from trainer.algo.advantages import token_rewards
 from trainer.algo.estimators import AdvantageEstimator, Estimate, ScoredResponses
 from trainer.algo.kl import kl_estimate
-from trainer.algo.masked import whiten
+from trainer.algo.masked import centre, whiten
+from trainer.algo.mismatch import Correction
 from trainer.config.schema import AlgoConfig
 from trainer.data.batch import Experience, RolloutBatch
 from trainer.megatron.groups import agreed, data_parallel_group
@@ -32,7 +33,7 @@ def rollout_batch(responses: Responses, *, scores: Sequence[float], weights_step
     return RolloutBatch(
         tokens=responses.tokens.to(device),
         response_mask=responses.response_mask[:, 1:].to(device),
-        engine_log_probs=responses.log_probs[:, 1:].to(device),
+        engine_log_probs=responses.drawn_log_probs[:, 1:].to(device),
         truncated=responses.truncated.to(device),
         scores=torch.tensor(scores, dtype=torch.float32).to(device),
         weights_step=weights_step,
@@ -54,10 +55,20 @@ class Judgement:
     values: Tensor | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Credit:
+    """How tokens are credited: the estimator of their advantages, and the weights of those that the engine drew
+    otherwise than training computes."""
+
+    estimator: AdvantageEstimator
+    correction: Correction
+
+
 def experience_of(
-    drawn: RolloutBatch, judged: Judgement, *, settings: AlgoConfig, estimator: AdvantageEstimator, kl_coef: float
+    drawn: RolloutBatch, judged: Judgement, *, settings: AlgoConfig, credit: Credit, kl_coef: float
 ) -> Experience:
-    """Credit the rollout's tokens. Collective over the data-parallel ranks where advantages are whitened.
+    """Credit the rollout's tokens. Collective over the data-parallel ranks where scores are centred or advantages
+    whitened.
 
     Raises:
         ValueError: the estimator gave something of another shape, or no returns for the critic.
@@ -73,35 +84,51 @@ def experience_of(
             clamp=settings.kl.clamp,
         )
     assert kl is not None or settings.kl.placement == "loss" or not kl_coef, "KL in the reward needs both log-probs"
+    scores = drawn.scores
+    if settings.reward_clip is not None:
+        scores = scores.clamp(-settings.reward_clip, settings.reward_clip)
+    if settings.centre_scores:
+        scores = centre(scores, valid=mask.any(1), group=data_parallel_group())
     rewards = token_rewards(
-        drawn.scores,
+        scores,
         kl=torch.zeros(mask.shape, device=mask.device) if kl is None else kl,
         response_mask=mask,
         kl_coef=kl_coef if settings.kl.placement == "reward" else 0.0,
     )
     with torch.no_grad():
-        estimate = estimator.estimate(
+        estimate = credit.estimator.estimate(
             ScoredResponses(
                 rewards=rewards,
                 response_mask=mask,
-                scores=drawn.scores,
+                scores=scores,
                 truncated=drawn.truncated,
                 group_size=settings.responses_per_prompt,
                 values=None if values is None else values[:, :-1],
                 last_values=None if values is None else drawn.at_the_end(values),
             )
         )
-    _check_estimate(estimate, estimator, mask)
+    _check_estimate(estimate, credit.estimator, mask)
     advantages = estimate.advantages
     if settings.whiten_advantages:
         advantages = whiten(advantages, mask=mask, group=data_parallel_group())
+    if settings.advantage_clip is not None:
+        advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
+    weights = None
+    if judged.old_log_probs is not None:
+        weights = credit.correction.weights(judged.old_log_probs - drawn.engine_log_probs, response_mask=mask)
+    if weights is not None:
+        advantages = advantages * weights
+    if settings.overlong.mask:
+        advantages = advantages.masked_fill(drawn.truncated[:, None], 0.0)
     return Experience(
         **vars(drawn),
         ref_log_probs=judged.ref_log_probs,
         old_log_probs=judged.old_log_probs,
         entropy=judged.entropy,
         kl=kl,
+        estimated_advantages=estimate.advantages,
         advantages=advantages,
+        importance_weights=weights,
         values=None if values is None else values[:, :-1],
         returns=None if values is None else estimate.returns,
     )

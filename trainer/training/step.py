@@ -21,11 +21,13 @@ from torch import Tensor
 from trainer.algo import losses
 from trainer.algo.kl import kl_estimate
 from trainer.algo.masked import masked_sum, zero_padding
+from trainer.algo.policy_losses import PolicyLoss
 from trainer.config.schema import AlgoConfig
 from trainer.data.batch import Experience, Sequences, SequencesT
 from trainer.megatron.groups import (
     from_last_stage,
     is_last_stage,
+    largest_over_ranks,
     sum_over_ranks,
     tensor_parallel_group,
     tensors_from_last_stage,
@@ -152,8 +154,9 @@ def train_minibatch(role: Role, batch: SequencesT, loss: Loss[SequencesT], *, sp
     """One optimizer step. Without a single response token on any rank nothing is changed.
 
     Returns:
-        The reported sums over all micro-batches and ranks, plus ``loss_sum``, ``loss_count``, ``grad_norm`` and
-        ``skipped`` (1.0 if the gradient norm was not finite); of a mixture of experts also ``aux_loss_sum``.
+        The reported sums (largest values) over all micro-batches and ranks, plus ``loss_sum``, ``loss_count``,
+        ``grad_norm`` and ``skipped`` (1.0 if the gradient norm was not finite); of a mixture of experts also
+        ``aux_loss_sum``.
     """
     return role.repeated(lambda: _train_minibatch(role, batch, loss, split=split), trains=True)
 
@@ -179,15 +182,22 @@ def _train_minibatch(role: Role, batch: SequencesT, loss: Loss[SequencesT], *, s
         works = _works(batch, micro_batches(batch, split), split)
         _run_schedule(role, works, on_output, forward_only=False, around=around)
         aux_losses = balance.sums()
-        result = from_last_stage(_summed(reports, aux_losses) if is_last_stage() else None)
+        result = from_last_stage(_over_ranks(summed(reports) | aux_losses) if is_last_stage() else None)
         updated, grad_norm = (True, 0.0) if result["loss_count"] == 0 else role.step()
     return {**result, "grad_norm": grad_norm, "skipped": float(not updated)}
 
 
-def _summed(reports: list[dict[str, Tensor]], aux_losses: dict[str, Tensor]) -> dict[str, float]:
-    """Over micro-batches and data-parallel ranks."""
-    sums = {name: torch.stack([report[name].double() for report in reports]).sum() for name in reports[0]}
-    return sum_over_ranks(sums | aux_losses)
+def summed(reports: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The reports of micro-batches added up; of what is called ``..._max`` the largest."""
+    whole = {name: torch.stack([report[name].double() for report in reports]) for name in reports[0]}
+    return {name: values.max() if name.endswith("_max") else values.sum() for name, values in whole.items()}
+
+
+def _over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:
+    """The same over data-parallel ranks."""
+    largest = {name: value for name, value in sums.items() if name.endswith("_max")}
+    rest = sum_over_ranks({name: value for name, value in sums.items() if name not in largest})
+    return rest | (largest_over_ranks(largest) if largest else {})
 
 
 def first_not_finite(role: Role, batch: SequencesT, loss: Loss[SequencesT], *, split: Split) -> str:
@@ -220,8 +230,11 @@ def supervised_loss(*, vocab_size: int) -> Loss[Sequences]:
     return Loss(TokenLogProbs(1.0, vocab_size), loss, "token_mean")
 
 
-def policy_loss(settings: AlgoConfig, *, temperature: float, vocab_size: int, kl_coef: float) -> Loss[Experience]:
-    """Clipped PPO objective, minus the entropy bonus, plus KL to the reference where it is a loss.
+def policy_loss(
+    settings: AlgoConfig, minimised: PolicyLoss, *, temperature: float, vocab_size: int, kl_coef: float
+) -> Loss[Experience]:
+    """The policy loss, minus the entropy bonus, plus KL to the reference where it is a loss; the three parts are
+    reported too, as they are added up.
 
     Without log-probs from before, those of this pass are the old ones, and it reports what is read off them.
     """
@@ -229,18 +242,11 @@ def policy_loss(settings: AlgoConfig, *, temperature: float, vocab_size: int, kl
 
     def loss(batch: Experience, token_log_probs: Tensor, entropy: Tensor) -> LossTerms:
         mask, old_log_probs = batch.response_mask, batch.old_log_probs
-        per_token, stats = losses.policy_loss(
-            token_log_probs,
-            old_log_probs=token_log_probs.detach() if old_log_probs is None else old_log_probs,
-            advantages=batch.advantages,
-            response_mask=mask,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
-            log_ratio_clamp=settings.log_ratio_clamp,
-        )
+        old = token_log_probs.detach() if old_log_probs is None else old_log_probs
+        per_token, stats = minimised.compute(token_log_probs, batch.policy_tokens(old))
+        parts = {"policy_loss": per_token}
         if settings.entropy_coef:
-            per_token = per_token - settings.entropy_coef * zero_padding(entropy, mask=mask)
+            parts["entropy_loss"] = -settings.entropy_coef * zero_padding(entropy, mask=mask)
         observed = {"entropy": entropy, "rollout_log_prob_gap": (token_log_probs - batch.engine_log_probs).abs()}
         if kl.placement == "loss" and batch.ref_log_probs is not None:
             observed["kl"] = kl_estimate(
@@ -250,11 +256,15 @@ def policy_loss(settings: AlgoConfig, *, temperature: float, vocab_size: int, kl
                 estimator=kl.estimator,
                 clamp=kl.clamp,
             )
-            per_token = per_token + kl_coef * observed["kl"]
+            parts["kl_loss"] = kl_coef * observed["kl"]
         if old_log_probs is None:
             stats |= {name: masked_sum(x.detach().double(), mask=mask) for name, x in observed.items()}
+        how = {"mode": settings.loss_aggregation, "fixed_length": settings.loss_length}
+        summed = {name: losses.aggregate(part, mask=mask, **how) for name, part in parts.items()}
+        stats |= {f"{name}_sum": numerator.detach() for name, (numerator, _) in summed.items()}
         stats["tokens"] = mask.sum()
-        return *_aggregate(per_token, mask, settings), stats
+        numerators, counts = zip(*summed.values(), strict=True)
+        return torch.stack(numerators).sum(), counts[0], stats
 
     return Loss(TokenLogProbs(temperature, vocab_size), loss, settings.loss_aggregation, settings.loss_length)
 
@@ -274,10 +284,9 @@ def value_loss(settings: AlgoConfig) -> Loss[Experience]:
             value_clip=settings.value_clip,
         )
         stats["tokens"] = mask.sum()
-        return *_aggregate(per_token, mask, settings), stats
+        summed = losses.aggregate(
+            per_token, mask=mask, mode=settings.critic_loss_aggregation, fixed_length=settings.loss_length
+        )
+        return *summed, stats
 
-    return Loss(read_values, loss, settings.loss_aggregation, settings.loss_length)
-
-
-def _aggregate(per_token: Tensor, mask: Tensor, settings: AlgoConfig) -> tuple[Tensor, Tensor]:
-    return losses.aggregate(per_token, mask=mask, mode=settings.loss_aggregation, fixed_length=settings.loss_length)
+    return Loss(read_values, loss, settings.critic_loss_aggregation, settings.loss_length)

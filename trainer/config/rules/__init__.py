@@ -12,14 +12,15 @@ from trainer.config.schema import Config
 
 RULES = (
     limits.check_values,
-    algo.check_estimator,
+    algo.check_pieces,
     algo.check_roles,
     algo.check_specs,
     algo.check_who_pays,
     algo.check_critic_settings,
     algo.check_critic_start,
     algo.check_groups,
-    algo.check_clip_and_kl,
+    algo.check_kl,
+    algo.check_sampling,
     algo.check_old_log_probs,
     algo.check_schedules,
     memory.check_nccl_ub,

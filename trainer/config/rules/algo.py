@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trainer.config.pieces import make_estimator
+from trainer.algo.mismatch import Uncorrected
+from trainer.config.pieces import make_correction, make_estimator, make_policy_loss
 from trainer.config.roles import REFERENCE, optimizer_steps, role_specs, trained_roles
 from trainer.config.schema import Config
 
@@ -11,8 +12,11 @@ LEARNERS = {"actor": ("vocabulary", [REFERENCE]), "critic": ("value", None)}  # 
 _ROLE_GROUPS = ("role@roles.{0}", "model@roles.{0}.model", "optimizer@roles.{0}.optimizer")
 
 
-def check_estimator(config: Config) -> None:
+def check_pieces(config: Config) -> None:
+    """What the config names with ``_target_`` judges its own settings."""
     make_estimator(config).validate()
+    make_policy_loss(config).validate()
+    make_correction(config).validate()
 
 
 def check_roles(config: Config) -> None:
@@ -80,7 +84,7 @@ def check_critic_settings(config: Config) -> None:
     if "critic" in config.roles:
         return
     algo = config.algo
-    for name, nothing in (("critic_warmup_steps", 0), ("value_clip", None)):
+    for name, nothing in (("critic_warmup_steps", 0), ("value_clip", None), ("critic_loss_aggregation", "token_mean")):
         if getattr(algo, name) != nothing:
             raise ValueError(
                 f"algo.{name}={getattr(algo, name)} means nothing without a critic: "
@@ -110,16 +114,37 @@ def check_groups(config: Config) -> None:
         )
 
 
-def check_clip_and_kl(config: Config) -> None:
-    algo, kl = config.algo, config.algo.kl
-    if algo.dual_clip is not None and algo.dual_clip <= 1:
-        raise ValueError(f"algo.dual_clip={algo.dual_clip}: must be greater than 1, or null for no dual clip")
+def check_kl(config: Config) -> None:
+    kl = config.algo.kl
     if kl.target is not None and kl.target <= 0:
         raise ValueError(f"algo.kl.target={kl.target}: must be greater than 0, or null for a fixed algo.kl.coef")
     if kl.placement == "loss" and kl.estimator == "k1":
         raise ValueError(
             "algo.kl.estimator=k1 with algo.kl.placement=loss: the expected gradient of k1 is zero (arXiv:2506.09477), "
-            "so this loss would do nothing. Use algo.kl.estimator=k2 or k3, or algo.kl.placement=reward"
+            "so this loss would do nothing. Use algo.kl.estimator=k2, k3, k1+ or k3+, or algo.kl.placement=reward"
+        )
+
+
+def check_sampling(config: Config) -> None:
+    algo, limit = config.algo, config.rollout.max_new_tokens
+    if algo.overlong.penalty and not 1 <= algo.overlong.buffer <= limit:
+        raise ValueError(
+            f"algo.overlong.buffer={algo.overlong.buffer} with algo.overlong.penalty={algo.overlong.penalty}: the "
+            f"penalty begins so many tokens before rollout.max_new_tokens={limit}, so from 1 to {limit}. Use "
+            f"algo.overlong.buffer={max(1, limit // 4)}"
+        )
+    if not algo.dynamic_sampling_rounds:
+        return
+    if algo.responses_per_prompt < 2:
+        raise ValueError(
+            f"algo.dynamic_sampling_rounds={algo.dynamic_sampling_rounds} with algo.responses_per_prompt="
+            f"{algo.responses_per_prompt}: one response has no spread. Use algo.responses_per_prompt=2 or more"
+        )
+    judges = [role for role, spec in role_specs(config).items() if spec.is_judge]
+    if judges:
+        raise ValueError(
+            f"algo.dynamic_sampling_rounds={algo.dynamic_sampling_rounds} with roles.{judges[0]}, which pays after the "
+            "rollout: use algo.dynamic_sampling_rounds=0"
         )
 
 
@@ -130,6 +155,13 @@ def check_old_log_probs(config: Config) -> None:
             f"algo.old_log_probs=training with algo.epochs={algo.epochs}, algo.minibatches={algo.minibatches}, "
             f"algo.kl.placement={algo.kl.placement} and algo.kl.coef={algo.kl.coef:g}: a later pass trains on the same "
             "responses, or the KL in the reward needs them before. Use algo.old_log_probs=auto or forward"
+        )
+    corrects = not isinstance(make_correction(config), Uncorrected)
+    if corrects and algo.old_log_probs_come_from_training:
+        raise ValueError(
+            f"mismatch._target_={config.mismatch['_target_']} needs log-probs before training, and with "
+            f"algo.old_log_probs={algo.old_log_probs} they come from the pass that trains: use "
+            "algo.old_log_probs=forward, or mismatch=none"
         )
 
 

@@ -48,15 +48,15 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Drawn:
     if sampling.greedy:
         best, tokens = probabilities.max(dim=-1)
         return Drawn(tokens, best.log(), torch.zeros_like(best))
-    kept = _kept(probabilities, sampling)
+    kept = kept_probabilities(probabilities, sampling)
     tokens, mass = _search(kept, uniforms)
     own = probabilities.gather(1, tokens[:, None]).squeeze(1)
     log_probs = own.log()
     return Drawn(tokens, log_probs, log_probs if kept is probabilities else (own / mass).log())
 
 
-def _kept(probabilities: Tensor, sampling: Sampling) -> Tensor:
-    """The same with zeros where top-k, top-p and min-p leave nothing, not normalised again."""
+def kept_probabilities(probabilities: Tensor, sampling: Sampling) -> Tensor:
+    """probabilities [n, v] with zeros where top-k, top-p and min-p leave nothing, not normalised again."""
     kept = probabilities
     if 0 < sampling.top_k < kept.shape[-1]:
         smallest = kept.topk(sampling.top_k, dim=-1).values[:, -1:]
