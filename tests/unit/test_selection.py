@@ -187,7 +187,7 @@ def made():
 
 RUN = (
     *SIZES,
-    *("algo.warmup_steps=1", "algo.warmup_batch_size=8"),
+    *("algo.warmup_steps=1", "algo.warmup_batch_size=8", "algo.warmup_questions=null"),
     *("algo.num_steps=1", "algo.prompts_per_step=8", "algo.micro_batch_size=4"),
 )
 
