@@ -25,6 +25,7 @@ SMALL = (
     "platform=cpu",
     "launch.threads_per_worker=1",
     "task=arithmetic",
+    "reward=tests.helpers.rewards.spread",
     "model.layers=2",
     "model.hidden_size=64",
     "model.ffn_size=128",

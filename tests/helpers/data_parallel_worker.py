@@ -76,7 +76,7 @@ def gradients_of_uneven_lengths() -> dict[tuple[str, str, int | str], Any]:
         fresh_saver()
         role = make_role(name, *FP32, "optimizer.clip_grad=0", f"roles.{name}.optimizer.lr=0")
         for mode in ("token_mean", "sequence_mean", "fixed_length"):
-            loss = loss_of(role, f"algo.loss_aggregation={mode}")
+            loss = loss_of(role, f"algo.loss_aggregation={mode}", f"algo.critic_loss_aggregation={mode}")
             batch = my_share(make_batch([1, 3, 50, 200]))
             for micro_batch_size in (1, 2, 4)[: len(batch)]:
                 sums = step.train_minibatch(role, batch, loss, split=Split(micro_batch_size))

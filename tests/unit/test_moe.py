@@ -108,7 +108,7 @@ def gradients(role, batch, *overrides, micro_batch_size):
 def test_no_split_changes_a_gradient_with_a_large_coefficient(name, mode):
     role = make_role(name, *FP32, *MOE, "model.router_aux_loss_coef=1.0")
     batch = make_batch([1, 3, 50, 200])
-    overrides = (f"algo.loss_aggregation={mode}",)
+    overrides = (f"algo.loss_aggregation={mode}", f"algo.critic_loss_aggregation={mode}")
     expected_sums, expected = gradients(role, batch, *overrides, micro_batch_size=4)
     assert 1.0 < expected_sums["aux_loss_sum"] / expected_sums["loss_count"] < 4.0
     for micro_batch_size in (1, 2):
@@ -125,7 +125,9 @@ def test_the_gradient_is_that_of_the_mean_over_sequences(mode):
     for coef in (0.0, 0.5):
         fresh_saver()
         role = make_role("actor", *FP32, *MOE, f"model.router_aux_loss_coef={coef}")
-        sums, grads[coef] = gradients(role, batch, f"algo.loss_aggregation={mode}", micro_batch_size=2)
+        sums, grads[coef] = gradients(
+            role, batch, f"algo.loss_aggregation={mode}", f"algo.critic_loss_aggregation={mode}", micro_batch_size=2
+        )
     lengths = torch.tensor([1.0, 3, 7, 5])
     weights = lengths / lengths.sum() if mode == "token_mean" else torch.full((4,), 0.25)
     columns = torch.arange(batch.tokens.shape[1])[:, None]

@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 
 def config_with(folder, *overrides):
-    return small_config("experiment=reward_model", f"roles.reward.model.path={folder}", *overrides)
+    return small_config("experiment=reward_model", "reward=null", f"roles.reward.model.path={folder}", *overrides)
 
 
 def build(config, events):

@@ -58,7 +58,7 @@ def test_no_split_into_micro_batches_changes_a_gradient(name, mode):
     """Lengths as uneven as 1 and 200; the reference is plain autograd through the mean."""
     role = make_role(name, *FP32, "model.max_length=256")
     batch = make_batch([1, 3, 50, 200])
-    overrides = (f"algo.loss_aggregation={mode}",)
+    overrides = (f"algo.loss_aggregation={mode}", f"algo.critic_loss_aggregation={mode}")
     with role.training():
         given, loss = ModelInput.padded(batch, multiple=1), loss_of(role, *overrides)
         output = role.chunks[0](given.tokens, given.positions, None)
@@ -101,7 +101,7 @@ def test_a_sequence_mean_weighs_short_and_long_responses_alike():
         gradients(role, batch.select(slice(row, row + 1)), split=Split(1))[0]["loss_sum"] / count
         for row, count in ((0, 1), (1, 200))
     ]
-    sums, _ = gradients(role, batch, "algo.loss_aggregation=sequence_mean", split=Split(1))
+    sums, _ = gradients(role, batch, "algo.critic_loss_aggregation=sequence_mean", split=Split(1))
     assert sums["loss_sum"] / sums["loss_count"] == pytest.approx(sum(alone) / 2)
 
 
