@@ -149,8 +149,8 @@ def export(parts: LoopRun, folder: Path | None) -> None:
 
 
 def _head(role: Role, folder: str) -> str:
+    from trainer.common.safetensors_folder import SafetensorsFolder
     from trainer.models.hf_bridge import has_value_head
-    from trainer.models.hf_files import SafetensorsFolder
 
     is_new = role.spec.has_value_head and not has_value_head(SafetensorsFolder(Path(folder)))
     return "; its value head is new" if is_new else ""
@@ -184,16 +184,11 @@ def _questions(job: Job) -> str:
 
 def _load(role: Role, folder: Path) -> None:
     """Give a role the weights of a model folder."""
-    from trainer.models.hf_bridge import from_hf, has_value_head
-    from trainer.models.hf_files import SafetensorsFolder
+    from trainer.common.safetensors_folder import SafetensorsFolder
+    from trainer.models.folders import naming_folder, weights_for
 
-    state = SafetensorsFolder(folder)
-    if role.spec.is_judge and not has_value_head(state):
-        raise ValueError(
-            f"roles.{role.name}.model.path={folder} has no value head (score.weight, as a sequence classifier with one "
-            "label has it), and the role is not trained: give the folder of a reward model"
-        )
-    role.load_whole_weights(from_hf(state, model=role.config.model, value_head=role.spec.has_value_head))
+    with naming_folder(role.spec):
+        role.load_whole_weights(weights_for(role.spec, SafetensorsFolder(folder), model=role.config.model))
 
 
 def build(

@@ -11,7 +11,7 @@ from tests.helpers.checkpoints import assert_same_tensors, whole_tensors
 from tests.helpers.expert_parallel_worker import POLICIES, run_checks, run_replicated
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
-from trainer.models.hf_files import SafetensorsFolder
+from trainer.common.safetensors_folder import SafetensorsFolder
 from trainer.tasks.arithmetic import ArithmeticTask
 from trainer.tasks.tokenizer import load_tokenizer
 

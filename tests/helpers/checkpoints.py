@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 from trainer.checkpoint import folder
-from trainer.checkpoint.folder import Manifest
+from trainer.checkpoint.manifest import Manifest
+from trainer.checkpoint.writing import write_bytes
 from trainer.config.identity import to_plain
 
 
@@ -42,6 +43,7 @@ def checkpoint_of(directory: Path, step: int) -> Path:
 
 
 ROLES = ("actor", "critic")
+DATA = b"0123456789"
 
 
 def save(
@@ -55,10 +57,10 @@ def save(
     roles=ROLES,
     actor_tags=("ref",),
 ) -> Path:
-    """A checkpoint with one file of ten bytes."""
+    """A checkpoint with a file of ten bytes for every role, and an empty description."""
     temporary = folder.begin(run / "checkpoints", step)
-    (temporary / "actor").mkdir()
-    (temporary / "actor/__0_0.distcp").write_bytes(b"0123456789")
+    contents = {f"{role}/{name}": text for role in roles for name, text in (("__0_0.distcp", DATA), (".metadata", b""))}
+    saved = write_bytes(temporary, contents, checksums=True)
     manifest = Manifest(
         step=step,
         kl_coef=0.1,
@@ -67,6 +69,6 @@ def save(
         tags={"actor": list(actor_tags), "critic": []},
         record=record or {"step": step, "reward": 0.1 + 0.2},
         config=to_plain(config) if config else {},
-        file_bytes={"actor/__0_0.distcp": 10},
+        files=saved,
     )
     return folder.commit(temporary, manifest, keep_last=keep_last, keep_best=keep_best)

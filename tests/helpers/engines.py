@@ -38,6 +38,8 @@ MODEL = ModelConfig(
     dtype="fp32",
     kernels="torch",
     attention_backend="sdpa",
+    check_finite=True,
+    digest=None,
 )
 ROLLOUT = RolloutConfig(
     engine="hf",

@@ -15,6 +15,7 @@ from tests.helpers.invariance_worker import run_configs
 from tests.helpers.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, normal, small_config
 from trainer import loop, worker
 from trainer.algo.log_probs import linear_log_probs_and_entropy, log_probs_and_entropy
+from trainer.common.safetensors_folder import SafetensorsFolder
 from trainer.config.pieces import make_task
 from trainer.config.schema import Config
 from trainer.megatron import platform
@@ -22,7 +23,6 @@ from trainer.megatron.groups import pipeline_group
 from trainer.megatron.moe import load_balancing_loss
 from trainer.megatron.sharding import whole_tensors
 from trainer.models.hf_bridge import from_hf, to_hf
-from trainer.models.hf_files import SafetensorsFolder
 from trainer.roles.role import Role
 from trainer.tasks.tokenizer import load_tokenizer
 from trainer.training import step

@@ -21,11 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.composing import config_of
 from tests.helpers.roles import one_thread_world
+from trainer.common.safetensors_folder import SafetensorsFolder
 from trainer.megatron.sharding import whole_tensors
 from trainer.memory.arena import HostArenas
 from trainer.memory.saver import make_saver
 from trainer.models.hf_bridge import from_hf
-from trainer.models.hf_files import SafetensorsFolder, save_hf
+from trainer.models.hf_files import save_hf
 from trainer.plan import make_plan
 from trainer.roles.role import Role
 from trainer.tasks.tokenizer import vocabulary_size

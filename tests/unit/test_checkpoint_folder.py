@@ -7,12 +7,18 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.helpers.checkpoints import save
 from tests.helpers.composing import SMALL, config_of
 from trainer.checkpoint import folder
-from trainer.checkpoint.folder import Manifest
+from trainer.checkpoint.manifest import Manifest
 from trainer.command import jobs
+from trainer.config.identity import config_hash
+from trainer.models.hf_files import write_folder
+from trainer.tasks.arithmetic import ArithmeticTask
+from trainer.tasks.tokenizer import load_tokenizer
 
 
 def names(run: Path) -> list[str]:
@@ -118,7 +124,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_file_and_the_one_before_it(tmp
     with pytest.raises(ValueError, match=r"actor/__0_0.distcp is missing; .*step_2$"):
         folder.read(checkpoints / "step_3")
     (checkpoints / "step_1" / "manifest.json").write_text("{")
-    with pytest.raises(ValueError, match=r"manifest.json is damaged or of another version; no whole one is older"):
+    with pytest.raises(ValueError, match=r"used: manifest.json is not JSON, but cut off \(.*\); no whole one is older"):
         folder.read(checkpoints / "step_1")
 
 
@@ -142,6 +148,124 @@ def test_resume_finds(tmp_path):
     assert folder.starting_point(config_of(*SMALL, f"resume={run}"), other) == own
     with pytest.raises(ValueError, match=r"no checkpoint there\. Give a run directory"):
         folder.starting_point(config_of(*SMALL, f"resume={tmp_path}"), tmp_path / "new")
+
+
+@pytest.mark.parametrize("name", ["step_2", "kept"])
+def test_a_copied_checkpoint_resumes_wherever_it_lies(name, tmp_path, monkeypatch):
+    long = (*SMALL, "algo.num_steps=9")
+    config = config_of(*long)
+    run = tmp_path / "run"
+    save(run, 1, config=config)
+    copy = tmp_path / "elsewhere" / "copies" / name
+    shutil.copytree(save(run, 2, config=config), copy)
+    shutil.rmtree(run)
+    (tmp_path / "elsewhere" / "metrics.jsonl").write_text('{"step": 2}\n')  # somebody else's
+    resumed = config_of(*long, f"resume={copy}")
+    assert folder.starting_point(resumed, tmp_path / "new") == copy
+    jobs.claim(tmp_path / "new", resumed, copy)
+    assert not (tmp_path / "new" / "metrics.jsonl").exists()
+    monkeypatch.chdir(copy.parent)
+    assert folder.starting_point(config_of(*long, f"resume={name}"), tmp_path / "new") == Path(name)
+    (copy / "actor/__0_0.distcp").unlink()
+    with pytest.raises(
+        ValueError, match=rf"{name} cannot be used: actor/__0_0.distcp is missing; no whole one is older"
+    ):
+        folder.starting_point(resumed, tmp_path / "new")
+
+
+@pytest.mark.parametrize("pointer", ["latest", "best"])
+@pytest.mark.parametrize("text", ["", "step_", "../../elsewhere/step_1", "\x00\xff"])
+def test_a_damaged_pointer_is_named_with_the_checkpoints_that_there_are(pointer, text, tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "checkpoints" / pointer).write_bytes(text.encode("latin-1"))
+    find = folder.latest if pointer == "latest" else folder.best
+    with pytest.raises(ValueError, match=rf"checkpoints/{pointer} holds '.*', must hold .*there are: step_1, step_2"):
+        find(tmp_path)
+    config = config_of(*SMALL, f"resume={tmp_path}/checkpoints/{pointer}")
+    with pytest.raises(ValueError, match=rf"checkpoints/{pointer} holds '"):
+        folder.starting_point(config, tmp_path / "new")
+
+
+def test_bytes_that_changed_are_found_before_a_run_goes_on(tmp_path):
+    config = config_of(*SMALL, "algo.num_steps=9")
+    for step in (1, 2, 3):
+        save(tmp_path, step, config=config)
+    for step, name in ((3, "critic/__0_0.distcp"), (2, "actor/__0_0.distcp")):
+        (tmp_path / "checkpoints" / f"step_{step}" / name).write_bytes(b"0123546789")
+    with pytest.raises(
+        ValueError, match=r"step_3 cannot be used: critic/__0_0.distcp was changed or damaged after .*resume=.*/step_1$"
+    ):
+        folder.starting_point(config, tmp_path)
+    with pytest.raises(ValueError, match=r"step_2 cannot be used: actor/__0_0.distcp was changed"):
+        folder.read(tmp_path / "checkpoints" / "step_2", checksums=True)
+    unchecked = config_of(*SMALL, "algo.num_steps=9", "checkpoint.checksums=false")
+    assert folder.starting_point(unchecked, tmp_path) == tmp_path / "checkpoints" / "step_3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"files": {}}, r"has no actor/\.metadata among its files"),
+        ({"files": {"actor/.metadata": 10}}, r"has files\.actor/\.metadata=10, must be an object"),
+        (
+            {"files": {"actor/.metadata": {"size_bytes": -1}}},
+            r"has files\.actor/\.metadata\.size_bytes=-1, must",
+        ),
+        (
+            {"files": {"../x": {"size_bytes": 0, "sha256": None}}},
+            r"has files\.\.\./x, which is no file of a",
+        ),
+        ({"files": None}, "has files=null, must be an object"),
+        ({"step": -3}, "has step=-3, must be a whole number of at least 0"),
+        ({"step": 2.5}, "has step=2.5, must be a whole number"),
+        ({"step": 7}, "has step=7, but the record is of step 2"),
+        ({"kl_coef": float("nan")}, "has kl_coef=NaN, must be a finite number"),
+        ({"kl_coef": float("inf")}, "has kl_coef=Infinity, must be a finite number"),
+        ({"kl_coef": -0.1}, "has kl_coef=-0.1, must be a finite number of at least 0"),
+        ({"kl_coef": "0.1"}, "has kl_coef='0.1', must be a finite number"),
+        ({"optimizer_steps": {"actor": -1}}, r"has optimizer_steps\.actor=-1, must be"),
+        ({"schedule_steps": {"actor": 1.5}}, r"has schedule_steps\.actor=1\.5, must be"),
+        ({"tags": {"actor": "ref"}}, r"has tags\.actor='ref', must be a list"),
+        ({"tags": {}}, r"has no tags\.actor, though it has optimizer_steps of the actor"),
+        ({"record": {"step": 2, "reward": float("nan")}}, r"has record\.reward=NaN, must be a finite number"),
+        ({"config": []}, r"has config=\[\], must be an object"),
+        ({"more": 1}, "has the field more, which is of another version"),
+    ],
+)
+def test_a_manifest_is_judged_field_by_field(changes, message, tmp_path):
+    checkpoint = save(tmp_path, 2)
+    file = checkpoint / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ValueError, match=rf"step_2 cannot be used: manifest.json {message}"):
+        folder.read(checkpoint)
+
+
+def test_a_field_of_the_manifest_that_is_absent_is_named(tmp_path):
+    checkpoint = save(tmp_path, 2)
+    file = checkpoint / "manifest.json"
+    content = json.loads(file.read_text())
+    del content["optimizer_steps"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"manifest.json has no field optimizer_steps, which must be an object; "):
+        folder.read(checkpoint)
+
+
+def test_a_plausible_change_of_the_manifest_is_found_by_its_checksum(tmp_path):
+    checkpoint = save(tmp_path, 2)
+    file = checkpoint / "manifest.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content))  # laid out otherwise
+    assert folder.read(checkpoint, checksums=True).kl_coef == 0.1
+    file.write_text(json.dumps(content | {"kl_coef": 0.7}))
+    with pytest.raises(ValueError, match=r"manifest.json was changed after it was saved: its SHA-256 is another"):
+        folder.read(checkpoint, checksums=True)
+    assert folder.read(checkpoint).kl_coef == 0.7
+
+
+def test_what_a_record_cannot_say_is_null_in_the_manifest(tmp_path):
+    checkpoint = save(tmp_path, 2, record={"step": 2, "kl": float("nan"), "reward": 0.5})
+    assert folder.read(checkpoint, checksums=True).record == {"step": 2, "kl": None, "reward": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -195,10 +319,89 @@ def test_records_begin_with_those_of_the_run_that_goes_on(tmp_path):
 def test_the_manifest_is_plain_json(tmp_path):
     checkpoint = save(tmp_path, 1, config=config_of(*SMALL))
     content = json.loads((checkpoint / "manifest.json").read_text())
-    assert set(content) == {field.name for field in dataclasses.fields(Manifest)}
+    assert set(content) == {field.name for field in dataclasses.fields(Manifest)} | {"sha256"}
     assert content["config"]["checkpoint"] == {
         "every_steps": None,
         "keep_last": 2,
         "keep_best": False,
         "async_save": False,
+        "checksums": True,
     }
+
+
+def model_folder(folder: Path) -> Path:
+    """A Hugging Face model with a tokenizer."""
+    task = ArithmeticTask(max_operand=9, operations=["plus"], forms="digits", heldout_fraction=0.1, seed=1)
+    tokenizer = load_tokenizer(None, task=task, vocab_size=280)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, num_key_value_heads=2, **sizes)
+    torch.manual_seed(1)
+    weights = AutoModelForCausalLM.from_config(config).state_dict()
+    write_folder(weights.items(), config=config, tokenizer=tokenizer, folder=folder, shard_bytes=4000)
+    return folder
+
+
+def of_model(path, *overrides):
+    return config_of("platform=cpu", "launch.threads_per_worker=1", "model=hf", f"model.path={path}", *overrides)
+
+
+def test_a_model_is_known_by_its_content_wherever_it_lies(tmp_path, monkeypatch):
+    """Moved, and by a relative path: the checkpoint fits, and the directory is still the same job's."""
+    model = model_folder(tmp_path / "model")
+    config = of_model(model)
+    checkpoint = save(tmp_path / "run", 1, config=config)
+    jobs.claim(tmp_path / "run", config, None)
+    moved = tmp_path / "elsewhere" / "moved"
+    shutil.copytree(model, moved)
+    shutil.rmtree(model)
+    monkeypatch.chdir(moved.parent)
+    for path in (moved, "moved", "../elsewhere/moved/"):
+        assert folder.starting_point(of_model(path, f"resume={checkpoint}"), tmp_path / "new") == checkpoint
+        assert folder.starting_point(of_model(path), tmp_path / "run") == checkpoint
+        assert jobs.finished(tmp_path / "run", of_model(path)) is None
+        assert config_hash(of_model(path)) == config_hash(config)
+    (moved / "generation_config.json").write_text("{}")
+    (moved / "README.md").write_text("a model")
+    assert folder.starting_point(of_model(moved), tmp_path / "run") == checkpoint
+
+
+@pytest.mark.parametrize("change", ["weights", "config", "tokenizer", "template"])
+def test_another_model_of_the_same_sizes_in_the_same_place_is_refused(change, tmp_path):
+    model = model_folder(tmp_path / "model")
+    checkpoint = save(tmp_path / "run", 1, config=of_model(model))
+    jobs.claim(tmp_path / "run", of_model(model), None)
+    if change == "weights":
+        file = next(path for path in model.glob("model-*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-len(content) // 4 :] = bytes(len(content) // 4)
+        file.write_bytes(content)
+    elif change == "template":
+        (model / "chat_template.jinja").write_text("{{ messages }}")
+    else:
+        file = model / {"config": "config.json", "tokenizer": "tokenizer_config.json"}[change]
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"more": 1}))
+    section = "roles.actor.model" if change in ("weights", "config") else "tokenizer"
+    with pytest.raises(
+        ValueError, match=rf"does not fit this config: .*{section}\.path has other content than what was"
+    ):
+        folder.starting_point(of_model(model, f"resume={checkpoint}"), tmp_path / "new")
+    with pytest.raises(ValueError, match="holds a run of another config"):
+        jobs.finished(tmp_path / "run", of_model(model))
+
+
+def test_a_digest_that_is_not_the_folders_is_refused(tmp_path):
+    model = model_folder(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"tokenizer\.digest=abc is not that of tokenizer\.path="):
+        of_model(model, "tokenizer.digest=abc")
+    with pytest.raises(ValueError, match=r"roles\.actor\.model\.digest=abc, but the checkpoint in"):
+        of_model(model, "model.digest=abc")
+
+
+def test_another_run_that_a_job_goes_on_from_may_be_spelled_otherwise(tmp_path, monkeypatch):
+    run, other = tmp_path / "run", tmp_path / "other"
+    save(other, 1, config=config_of(*SMALL))
+    jobs.claim(run, config_of(*SMALL, f"resume={other}"), None)
+    monkeypatch.chdir(tmp_path)
+    assert jobs.finished(run, config_of(*SMALL, "resume=other")) is None
+    with pytest.raises(ValueError, match="holds a run of another config"):
+        jobs.finished(run, config_of(*SMALL, "resume=third"))

@@ -1,5 +1,6 @@
 """A role's state goes into a checkpoint asleep and comes back whole, under the right names."""
 
+import hashlib
 import os
 import pickle
 import threading
@@ -114,6 +115,42 @@ def test_a_reference_that_was_saved_is_left_where_nothing_reads_it(tmp_path):
     assert another.further_tags == []
     another.wake_up()
     assert another.weights_sha256() == digest
+
+
+@pytest.mark.parametrize("mode", ["false", "true"])
+def test_checksums_are_those_of_the_files_and_find_64_changed_bytes(mode, tmp_path):
+    role = make_role("critic", "memory=rebuild")
+    saving, notes = checkpoints(tmp_path, f"checkpoint.async_save={mode}")
+    saving.save({"critic": role}, step=1, **STATE)
+    saving.finish()
+    assert notes == []
+    checkpoint = tmp_path / "checkpoints/step_1"
+    found = folder.read(checkpoint, checksums=True).files
+    others = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    assert found.keys() == {str(path.relative_to(checkpoint)) for path in others}
+    for path in others:
+        saved = found[str(path.relative_to(checkpoint))]
+        assert saved.sha256 == hashlib.sha256(path.read_bytes()).hexdigest(), path
+    for name in ("critic/__0_0.distcp", "critic/.metadata", "tokenizer/tokenizer.json"):
+        content = bytearray((checkpoint / name).read_bytes())
+        middle = len(content) // 2
+        whole = bytes(content)
+        content[middle : middle + 64] = bytes(byte ^ 1 for byte in content[middle : middle + 64])
+        (checkpoint / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"step_1 cannot be used: {name} was changed or damaged"):
+            folder.read(checkpoint, checksums=True)
+        (checkpoint / name).write_bytes(whole)
+    folder.read(checkpoint, checksums=True)
+
+
+def test_without_checksums_none_is_saved_and_the_tensors_are_the_same(tmp_path):
+    role = make_role("critic", "memory=rebuild")
+    for run, wanted in (("with", "true"), ("without", "false")):
+        saving, _ = checkpoints(tmp_path / run, f"checkpoint.checksums={wanted}")
+        saving.save({"critic": role}, step=1, **STATE)
+    one, other = (tmp_path / run / "checkpoints/step_1" for run in ("with", "without"))
+    assert files(one) == files(other)
+    assert {saved.sha256 for saved in folder.read(other, checksums=True).files.values()} == {None}
 
 
 def test_a_disk_that_refuses_leaves_the_checkpoint_before_and_says_so(tmp_path, monkeypatch):

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2
 from tests.helpers import roles
 from tests.helpers.composing import config_of
 from tests.helpers.megatron_world import logits_of, one_rank_world
+from trainer.common.safetensors_folder import INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder
 from trainer.config.schema import ModelConfig
 from trainer.megatron.build import build_gpt, named_tensors
 from trainer.models.hf_bridge import from_hf, to_hf, views_by_file_name
-from trainer.models.hf_files import INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder, save_hf
+from trainer.models.hf_files import save_hf
 from trainer.plan.layout import WHOLE
 from trainer.tasks.arithmetic import ArithmeticTask
 from trainer.tasks.tokenizer import load_tokenizer
@@ -236,7 +237,9 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path):
     config_file.write_text(config_file.read_text().replace(f'"vocab_size": {VOCABULARY}', '"vocab_size": 63'))
     roles.fresh_saver()
     actor = roles.make_role("actor", "model=hf", f"model.path={tmp_path}", f"tokenizer.path={tmp_path}")
-    state = dict(from_hf(SafetensorsFolder(tmp_path), model=actor.config.model))
+    with pytest.raises(ValueError, match=r"lm_head.weight has the shape \(64, 64\), and .* \(63, 64\)"):
+        actor.load_whole_weights(from_hf(SafetensorsFolder(tmp_path), model=actor.config.model))
+    state = {"output_layer.weight": SafetensorsFolder(tmp_path)["lm_head.weight"]}
     with pytest.raises(ValueError, match=r"output_layer.weight has the shape \(63, 64\), the actor's is \(64, 64\)"):
         actor.load_weights({"output_layer.weight": state["output_layer.weight"][:63]})
 
@@ -268,8 +271,11 @@ def test_what_a_gpt_of_ours_cannot_compute_is_refused_by_name(changes, message, 
         (b'{"model_type": "lla', "is not JSON, but cut off"),
         (b"[]", "holds a list, must hold an object"),
         (b"[" * 100_000, "is nested too deep"),
-        ({"num_hidden_layers": "2"}, "has num_hidden_layers='2', must be a whole number of at least 1"),
-        ({"num_attention_heads": 0}, "has num_attention_heads=0, must be a whole number of at least 1"),
+        ({"num_hidden_layers": "2"}, "has num_hidden_layers='2', must be a whole number between 1 and"),
+        ({"num_hidden_layers": 10**9}, "has num_hidden_layers=1000000000, must be a whole number between 1 and 1000"),
+        ({"vocab_size": 10**12}, "has vocab_size=1000000000000, must be a whole number between 1 and"),
+        ({"intermediate_size": 10**400}, "has intermediate_size=10+.*, must be a whole number between 1 and"),
+        ({"num_attention_heads": 0}, "has num_attention_heads=0, must be a whole number between 1 and"),
         ({"rms_norm_eps": float("nan")}, "has rms_norm_eps=NaN, must be a finite number"),
         ({"tie_word_embeddings": "no"}, "has tie_word_embeddings='no', must be true or false"),
         ({"rope_parameters": [1]}, r"has rope_parameters=\[1\], must be an object"),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainer.algo.log_probs import log_probs_and_entropy
+from trainer.common.safetensors_folder import SafetensorsFolder
 from trainer.common.seeds import seed_for
 from trainer.config.pieces import make_correction, make_estimator, make_policy_loss, make_task
 from trainer.config.roles import TrainedRole, trained_role
@@ -30,7 +31,6 @@ from trainer.data.prompts import Prompts
 from trainer.measure import metrics, throughput
 from trainer.measure.phases import Phases
 from trainer.memory.saver import NullSaver
-from trainer.models.hf_files import SafetensorsFolder
 from trainer.rollout.hf import HfEngine
 from trainer.tasks.tokenizer import load_tokenizer, vocabulary_size
 from trainer.training import step

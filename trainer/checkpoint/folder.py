@@ -3,27 +3,25 @@
     <run directory>/checkpoints/
         latest                    name of the checkpoint to go on from; replaced last
         best                      name of the one with the highest held-out accuracy, where that is kept
-        step_<n>/manifest.json    where the run stood, its config, the size of every other file
+        step_<n>/manifest.json    where the run stood, its config, size and SHA-256 of every other file
         step_<n>/<role>/          see :mod:`trainer.checkpoint.state`
         step_<n>/tokenizer/       a Hugging Face tokenizer folder
         step_<n>.tmp/             being written, or left by a killed run: the next start removes it
 
 Everything is on disk (fsync) before ``latest`` names it, and older checkpoints are removed after that, so a run may be
-killed at any moment.
+killed at any moment. :mod:`trainer.checkpoint.manifest` judges whether a folder is whole.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.manifest import MANIFEST_FILE, Manifest, fault_in, read_manifest, write_manifest
 from trainer.common.files import sync, write_whole
 from trainer.config.identity import to_plain
 from trainer.config.marks import Mark
@@ -32,32 +30,8 @@ from trainer.config.schema import Config
 from trainer.config.settings import is_marked
 
 FOLDER = "checkpoints"
-_LATEST, _BEST, _MANIFEST, _TEMPORARY = "latest", "best", "manifest.json", ".tmp"
+_LATEST, _BEST, _TEMPORARY = "latest", "best", ".tmp"
 _ACCURACY = "heldout_accuracy"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """Where a run stands after PPO step ``step``, roles left out.
-
-    Attributes:
-        kl_coef: of the next step.
-        schedule_steps: role -> optimizer steps that its learning-rate schedule has counted (skipped ones too).
-        optimizer_steps: role -> the count in Adam's bias correction (skipped ones not).
-        tags: role -> tags of its weights backuper beside the role's own.
-        record: the step's record of metrics.jsonl.
-        config: every resolved setting of the run that saved.
-        file_bytes: name (with its folder, if any) -> size of every other file in the folder.
-    """
-
-    step: int
-    kl_coef: float
-    schedule_steps: Mapping[str, int]
-    optimizer_steps: Mapping[str, int]
-    tags: Mapping[str, Sequence[str]]
-    record: Mapping[str, Any]
-    config: Mapping[str, Any]
-    file_bytes: Mapping[str, int]
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -83,7 +57,7 @@ def commit(temporary: Path, manifest: Manifest, *, keep_last: int, keep_best: bo
     With ``keep_best`` it is named the best too if no older one has reached its held-out accuracy; the best is kept.
     """
     folder, final = temporary.parent, temporary.with_suffix("")
-    write_whole(temporary / _MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
+    write_manifest(temporary, manifest)
     if final.exists():  # of a later life of the run that went on from an earlier checkpoint: never the latest
         shutil.rmtree(final)
     os.replace(temporary, final)
@@ -100,9 +74,9 @@ def commit(temporary: Path, manifest: Manifest, *, keep_last: int, keep_best: bo
 
 def _is_best(manifest: Manifest, folder: Path) -> bool:
     accuracy, before = manifest.record.get(_ACCURACY), best(folder.parent)
-    if accuracy is None or before is None or _fault_in(before) is not None:
+    if accuracy is None or before is None or fault_in(before) is not None:
         return accuracy is not None
-    return accuracy > json.loads((before / _MANIFEST).read_text())["record"][_ACCURACY]
+    return accuracy > read_manifest(before).record[_ACCURACY]
 
 
 def latest(run_directory: Path) -> Path | None:
@@ -117,22 +91,34 @@ def best(run_directory: Path) -> Path | None:
 
 
 def _named_by(pointer: Path) -> Path | None:
-    return pointer.parent / pointer.read_text().strip() if pointer.exists() else None
+    if not pointer.exists():
+        return None
+    name = pointer.read_text(errors="replace").strip()
+    if not re.fullmatch(r"step_\d+", name):
+        known = ", ".join(path.name for path in _steps(pointer.parent)) or "none"
+        raise ValueError(
+            f"{pointer} holds {name!r}, must hold the name of a checkpoint (there are: {known}): write one into it, or "
+            "give resume=<path of a checkpoint>"
+        )
+    return pointer.parent / name
 
 
-def read(checkpoint: Path) -> Manifest:
+def read(checkpoint: Path, *, checksums: bool = False) -> Manifest:
     """The manifest of a whole checkpoint.
 
+    Args:
+        checksums: read every file and compare its SHA-256 too, where one was saved.
+
     Raises:
-        ValueError: a file is missing or has another size than it was saved with; names the file and the newest earlier
-            checkpoint beside it that is whole.
+        ValueError: a file is missing or is not as it was saved, or the manifest is damaged; names the file and the
+            newest earlier checkpoint beside it that is whole.
     """
-    fault = _fault_in(checkpoint)
+    fault = fault_in(checkpoint, checksums=checksums)
     if fault is None:
-        return Manifest(**json.loads((checkpoint / _MANIFEST).read_text()))
-    whole = [path for path in _steps(checkpoint.parent) if path != checkpoint and _fault_in(path) is None]
-    earlier = [path for path in whole if _step_of(path) < _step_of(checkpoint)]
-    advice = f"the previous whole checkpoint is resume={earlier[-1]}" if earlier else "no whole one is older"
+        return read_manifest(checkpoint)
+    older = [path for path in _steps(checkpoint.parent) if _step_of(path) < _step_of(checkpoint)]
+    whole = next((path for path in reversed(older) if fault_in(path, checksums=checksums) is None), None)
+    advice = f"the previous whole checkpoint is resume={whole}" if whole else "no whole one is older"
     raise ValueError(f"the checkpoint {checkpoint} cannot be used: {fault}; {advice}")
 
 
@@ -158,7 +144,7 @@ def starting_point(config: Config, run_directory: Path) -> Path | None:
     if config.resume != "auto" and (own is None or Path(config.resume).resolve().parent == own.resolve().parent):
         checkpoint = _named(Path(config.resume))
     if checkpoint is not None:
-        _check(config, read(checkpoint), checkpoint)
+        _check(config, read(checkpoint, checksums=config.checkpoint.checksums), checkpoint)
     return checkpoint
 
 
@@ -186,20 +172,29 @@ def _named(path: Path) -> Path:
         if found is not None:
             return found
     elif path.parent.name == FOLDER and path.name in (_LATEST, _BEST) and os.path.isfile(path):
-        return path.parent / path.read_text().strip()
-    elif path.parent.name == FOLDER and os.path.isdir(path):
+        found = _named_by(path)
+        assert found is not None
+        return found
+    elif os.path.exists(path / MANIFEST_FILE) or (path.parent.name == FOLDER and os.path.isdir(path)):  # a copy lies anywhere
         return path
     raise ValueError(
         f"resume={path}: no checkpoint there. Give a run directory with {FOLDER}/{_LATEST}, or one of its "
-        f"{FOLDER}/step_<n> (or {FOLDER}/{_BEST}); a run saves checkpoints with checkpoint.every_steps=<number>"
+        f"{FOLDER}/step_<n> (or {FOLDER}/{_BEST}), or a copy of one; a run saves checkpoints with "
+        "checkpoint.every_steps=<number>"
     )
+
+
+def run_directory_of(checkpoint: Path) -> Path | None:
+    """The directory of the run that saved ``checkpoint``; None for a copy that lies elsewhere."""
+    folder = checkpoint.resolve().parent
+    return folder.parent if folder.name == FOLDER else None
 
 
 def _check(config: Config, manifest: Manifest, checkpoint: Path) -> None:
     """Raise ValueError where the saved weights would mean something else under this config."""
     marks = (Mark.ARCHITECTURE, Mark.WEIGHTS, *([Mark.CORPUS] if config.tokenizer.path is None else []))
     found = [
-        f"{key}={given} where {saved} was saved"
+        _difference(key, saved, given)
         for key, (saved, given) in differences(manifest.config, to_plain(config)).items()
         if is_marked(key, *marks) and not key.startswith("model.")  # from which roles take theirs
     ]
@@ -227,21 +222,11 @@ def _check(config: Config, manifest: Manifest, checkpoint: Path) -> None:
         )
 
 
-def _fault_in(checkpoint: Path) -> str | None:
-    """What is wrong with the files of a checkpoint; None if all are there in full length."""
-    try:
-        manifest = Manifest(**json.loads((checkpoint / _MANIFEST).read_text()))
-    except OSError:
-        return f"{_MANIFEST} is missing"
-    except (ValueError, TypeError):
-        return f"{_MANIFEST} is damaged or of another version"
-    for name, size_bytes in manifest.file_bytes.items():
-        path = checkpoint / name
-        if not path.exists():
-            return f"{name} is missing"
-        if path.stat().st_size != size_bytes:
-            return f"{name} has {path.stat().st_size} bytes instead of {size_bytes}"
-    return None
+def _difference(key: str, saved: Any, given: Any) -> str:
+    section, _, name = key.rpartition(".")
+    if name == "digest":
+        return f"{section}.path has other content than what was saved ({key}={given} where {saved} was)"
+    return f"{key}={given} where {saved} was saved"
 
 
 def _steps(folder: Path) -> list[Path]:

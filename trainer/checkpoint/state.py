@@ -27,7 +27,7 @@ from typing import Any
 from torch import distributed
 
 from trainer.checkpoint import folder, storage
-from trainer.checkpoint.folder import Manifest
+from trainer.checkpoint.manifest import Manifest
 from trainer.checkpoint.pieces import pieces_of
 from trainer.checkpoint.preemption import STOP_FILE
 from trainer.checkpoint.storage import State
@@ -112,7 +112,7 @@ class Checkpoints:
             tags={name: role.further_tags for name, role in roles.items()},
             record=record,
             config=to_plain(self._config),
-            file_bytes={},
+            files={},
         )
         with self._noting_errors(step):
             on_rank_0(lambda: bool(self._tokenizer_files), group=self._group)
@@ -163,10 +163,11 @@ class Checkpoints:
         settings, group = self._config.checkpoint, self._group
         try:
             temporary = on_rank_0(lambda: folder.begin(self._folder, manifest.step), group=group)
-            sizes = on_rank_0(lambda: write_bytes(temporary, self._tokenizer_files), group=group)
+            checksums = settings.checksums
+            files = on_rank_0(lambda: write_bytes(temporary, self._tokenizer_files, checksums=checksums), group=group)
             for name, state in states:
-                sizes |= storage.save(state, temporary / name, group=group)
-            whole = replace(manifest, file_bytes=sizes)
+                files |= storage.save(state, temporary / name, group=group, checksums=checksums)
+            whole = replace(manifest, files=files)
             keep_last, keep_best = settings.keep_last, settings.keep_best
             on_rank_0(lambda: folder.commit(temporary, whole, keep_last=keep_last, keep_best=keep_best), group=group)
         except SaveError:

@@ -9,9 +9,14 @@ what describes tensors.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import math
+import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +27,26 @@ from torch.distributed.checkpoint import CheckpointException, filesystem, metada
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
 from trainer.checkpoint import folder
+from trainer.checkpoint.manifest import DESCRIPTION_FILE, SavedFile
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.writing import SaveError, on_every_rank
 
 State = Mapping[str, Pieces]
-_METADATA = ".metadata"
+_BLOCK_BYTES = 16 * 2**20
 _DESCRIBING = ("torch", "torch.serialization", metadata.__name__, filesystem.__name__)
 
 
-def save(state: State, directory: Path, *, group: Any) -> dict[str, int]:
-    """Write what all ranks hold into ``directory`` -> name of every file, with the directory's -> bytes, on disk.
+def save(state: State, directory: Path, *, group: Any, checksums: bool) -> dict[str, SavedFile]:
+    """Write what all ranks hold into ``directory`` -> name of every file, with the directory's -> what it is known by.
+    All of them are on disk when this returns.
+
+    Args:
+        checksums: compute their SHA-256 as they are written.
 
     Raises:
         SaveError: the disk refused a rank; on every rank alike.
     """
-    writer = _Writer(directory, sync_files=False, per_thread_copy_ahead=0)
+    writer = _Writer(directory, checksums=checksums)
     try:
         dcp.save(dict(state), storage_writer=writer, planner=_SavePlanner(), process_group=group)
     except CheckpointException as error:
@@ -44,8 +54,8 @@ def save(state: State, directory: Path, *, group: Any) -> dict[str, int]:
         if isinstance(cause, OSError):
             raise SaveError(f"rank {rank}: {cause}") from None
         raise cause from error
-    written = on_every_rank(lambda: _synced(directory), group=group)
-    return {name: size for of_rank in written for name, size in of_rank.items()}
+    written = on_every_rank(lambda: _synced(directory, writer.digests), group=group)
+    return {name: saved for of_rank in written for name, saved in of_rank.items()}
 
 
 def load(state: State, directory: Path, *, group: Any) -> None:
@@ -86,14 +96,14 @@ def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
     return rank, cause
 
 
-def _synced(directory: Path) -> dict[str, int]:
-    """Name and bytes of this rank's files, which are on disk then."""
+def _synced(directory: Path, digests: Mapping[str, str]) -> dict[str, SavedFile]:
+    """This rank's files, which are on disk then."""
     rank = distributed.get_rank()
     paths: Iterable[Path] = directory.glob(f"__{rank}_*{filesystem.DEFAULT_SUFFIX}")
-    for path in (own := [*paths, *([directory / _METADATA] if rank == 0 else [])]):
+    for path in (own := [*paths, *([directory / DESCRIPTION_FILE] if rank == 0 else [])]):
         folder.sync(path)
     folder.sync(directory)
-    return {f"{directory.name}/{path.name}": path.stat().st_size for path in own}
+    return {f"{directory.name}/{path.name}": SavedFile(path.stat().st_size, digests.get(path.name)) for path in own}
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -131,6 +141,14 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class _Writer(dcp.FileSystemWriter):
+    """``digests``: name of each file that this rank has written -> its SHA-256, where checksums are wanted."""
+
+    def __init__(self, directory: Path, *, checksums: bool) -> None:
+        super().__init__(directory, sync_files=False, per_thread_copy_ahead=0)
+        self.digests: dict[str, str] = {}
+        if checksums:
+            self.fs = _DigestingFiles(self.digests)
+
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Any:
         try:
             return super().write_data(plan, planner)
@@ -141,12 +159,56 @@ class _Writer(dcp.FileSystemWriter):
         """Nothing of when and where: the same state gives the same bytes."""
 
 
+class _DigestingFiles(filesystem.FileSystem):
+    """Knows the SHA-256 of every file that it has written, without reading one again."""
+
+    def __init__(self, digests: dict[str, str]) -> None:
+        self._digests = digests
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb", mode
+        with ThreadPoolExecutor(1, thread_name_prefix="checksum") as pool:
+            raw = _DigestedFile(path, mode, pool)
+            with io.BufferedWriter(raw) as stream:
+                yield stream
+        self._digests[Path(path).name] = raw.digest.hexdigest()
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self._digests[Path(new_path).name] = self._digests.pop(Path(path).name)
+
+
+class _DigestedFile(io.FileIO):
+    """A new file that is written from its beginning to its end. While the system takes a block, a thread sums it up."""
+
+    def __init__(self, path: str | os.PathLike, mode: str, pool: ThreadPoolExecutor) -> None:
+        super().__init__(path, mode)
+        self.digest, self._pool = hashlib.sha256(), pool
+
+    def write(self, data: Any, /) -> int:
+        block = memoryview(data).cast("B")[:_BLOCK_BYTES]
+        before = self.digest.copy()
+        summing = self._pool.submit(self.digest.update, block)
+        try:
+            written = super().write(block)
+        finally:
+            summing.result()
+        if written < len(block):
+            before.update(block[:written])
+            self.digest = before
+        return written
+
+    def seek(self, *arguments: Any) -> int:
+        raise io.UnsupportedOperation("the bytes before would count twice")
+
+
 class _Reader(dcp.FileSystemReader):
     """Raises UnpicklingError where ``.metadata`` describes other things than tensors."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        with (directory / _METADATA).open("rb") as file:
+        with (directory / DESCRIPTION_FILE).open("rb") as file:
             self._metadata = _MetadataUnpickler(file).load()
         kinds = {type(saved) for saved in self._metadata.state_dict_metadata.values()}
         if kinds - {metadata.TensorStorageMetadata}:  # others are pickles again

@@ -7,6 +7,7 @@ mix; at once, since NCCL would take GPU memory that no sleep gives back.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -16,6 +17,7 @@ from typing import Any
 from torch import distributed
 
 from trainer.checkpoint import folder
+from trainer.checkpoint.manifest import SavedFile
 
 SLOWEST_DISK = timedelta(hours=2)  # how long ranks wait for one another's disks
 
@@ -25,15 +27,18 @@ def group_of_writers() -> Any:
     return distributed.new_group(backend="gloo", timeout=SLOWEST_DISK)
 
 
-def write_bytes(directory: Path, files: Mapping[str, bytes]) -> dict[str, int]:
-    """Write files given as name (with folders) -> content -> their names and sizes, on disk."""
+def write_bytes(directory: Path, files: Mapping[str, bytes], *, checksums: bool) -> dict[str, SavedFile]:
+    """Write files given as name (with folders) -> content, on disk when this returns."""
     for name, content in files.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         folder.sync(path)
         folder.sync(path.parent)
-    return {name: len(content) for name, content in files.items()}
+    return {
+        name: SavedFile(len(content), hashlib.sha256(content).hexdigest() if checksums else None)
+        for name, content in files.items()
+    }
 
 
 class SaveError(Exception):

@@ -50,7 +50,10 @@ def launch_attempts(
                 newest = checkpoints.latest(directory)
                 checkpoint = checkpoint if newest == known else newest
                 jobs.claim(directory, config, checkpoint)
-                where = "the beginning" if checkpoint is None else f"step {checkpoints.read(checkpoint).step + 1}"
+                where = "the beginning"
+                if checkpoint is not None:
+                    manifest = checkpoints.read(checkpoint, checksums=config.checkpoint.checksums)
+                    where = f"step {manifest.step + 1}"
             say(f"restart {restart} of {config.launch.max_restarts}: goes on from {where}")
         try:
             job = Job(config, directory, resume_from=checkpoint, selection=selection)

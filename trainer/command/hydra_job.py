@@ -38,6 +38,7 @@ from trainer.config.schema import Config
 from trainer.data.encoding import Encoder
 from trainer.data.rewards import check_rewards
 from trainer.data.selection import select
+from trainer.models.folders import check_folders
 from trainer.plan import make_plan
 from trainer.plan.fit import check_fits
 from trainer.plan.footprint import footprint, plan_rows
@@ -95,6 +96,7 @@ def run_job(config: Config, directory: Path, console: Console) -> Mapping[str, f
     """Launch one validated job, or find its result, and return all that can be an objective."""
     nodes = find_nodes(config.launch, os.environ)
     _check_devices(config)
+    check_folders(config)
     task = make_task(config)
     tokenizer = light_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
     vocab_size = vocabulary_size(tokenizer)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
 
+from trainer.checkpoint import folder as checkpoints
 from trainer.command import same_job
 from trainer.command.same_job import describe, what_differs
 from trainer.common.files import UnwritableFile, write_whole
@@ -106,11 +107,12 @@ def claim(directory: Path, config: Config, checkpoint: Path | None) -> None:
     (directory / FAILURE_FILE).unlink(missing_ok=True)
     if not (directory / CONFIG_FILE).exists():
         write_whole(directory / CONFIG_FILE, json.dumps(to_plain(config), indent=2) + "\n")
+    source = None if checkpoint is None else checkpoints.run_directory_of(checkpoint)
     for name in (METRICS_FILE, MEMORY_FILE):
         if checkpoint is None:
             (directory / name).unlink(missing_ok=True)
-        elif not (directory / name).exists() and (checkpoint.parent.parent / name).exists():
-            write_whole(directory / name, (checkpoint.parent.parent / name).read_bytes())
+        elif source is not None and not (directory / name).exists() and (source / name).exists():
+            write_whole(directory / name, (source / name).read_bytes())
 
 
 def write_result(directory: Path, result: dict[str, Any]) -> None:

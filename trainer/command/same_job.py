@@ -38,6 +38,8 @@ def what_differs(known: Mapping[str, Any], config: Config, directory: Path) -> d
     there, here = decisive(dict(known)), decisive(to_plain(config))
     if checkpoints.is_inside(here["resume"], directory):
         there, here = there | {"resume": None}, here | {"resume": None}
+    elif there["resume"] is not None and Path(there["resume"]).resolve() == Path(here["resume"]).resolve():
+        here = here | {"resume": there["resume"]}  # spelled otherwise
     return checkpoints.differences(there, here)
 
 

@@ -82,7 +82,7 @@ def read_json(path: Path, *, advice: str, fields: Mapping[str, Kind] | None = No
 
 def parse_json(content: bytes, *, where: str, advice: str, fields: Mapping[str, Kind] | None = None) -> dict[str, Any]:
     """As :func:`read_json`, of what was read already from ``where`` (a file, or a line of one)."""
-    problem, better_advice = _foreign(content)
+    problem, better_advice = foreign_content(content)
     value = None
     if problem is None:
         try:
@@ -116,8 +116,8 @@ def field_faults(values: Mapping[str, Any], fields: Mapping[str, Kind], prefix: 
             yield from field_faults(parts, dict.fromkeys(parts, kind.inside), f"{dotted}.")
 
 
-def _foreign(content: bytes) -> tuple[str | None, str | None]:
-    """(what a file is that was never JSON, what to do about it)."""
+def foreign_content(content: bytes) -> tuple[str | None, str | None]:
+    """(what a file is by its beginning, if it never was what its name says; what to do about it)."""
     if not content.strip():
         return "is empty", None
     if content.startswith(_LFS_POINTER):

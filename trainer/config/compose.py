@@ -28,6 +28,7 @@ from trainer.config.rules.model import default_attention_backend, default_kernel
 from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, ComposedConfig, Config, MemoryConfig, RestoreConfig
 from trainer.config.settings import is_marked
 from trainer.tasks import Task
+from trainer.tasks.tokenizer import tokenizer_digest
 
 
 def register() -> None:
@@ -37,6 +38,7 @@ def register() -> None:
         "no_backup": lambda offload, source: drops_copy(source, sleeps=bool(offload)),
         "detect_platform": _detect_platform,
         "checkpoint": lambda path, field: architecture_of(path)[field],
+        "tokenizer_digest": tokenizer_digest,
         "attention_backend": default_attention_backend,
         "equal": lambda left, right: left == right,
         "directions": lambda objective: [objectives.DIRECTIONS.get(x) for x in objective],

@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,9 @@ from trainer.common.json_files import (
     read_json,
     whole,
 )
+from trainer.common.limits import Limits
+from trainer.common.safetensors_folder import SafetensorsFolder, has_weights
+from trainer.config.settings import setting_of
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 MIXTURES = ("mixtral", "qwen3_moe")
@@ -34,11 +40,30 @@ _ROPE_SCALING = {  # ours -> theirs
 }
 
 
+_SIZES = {  # theirs -> ours
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden_size",
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), "ffn_size"),
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_size",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_length",
+    **dict.fromkeys(("num_local_experts", "num_experts"), "num_experts"),
+    "num_experts_per_tok": "num_experts_per_tok",
+}
+_DIGEST_DIGITS = 32
+_OF_THE_WRITER = ("_name_or_path", "transformers_version")  # no part of a model
+
+
+def _size(setting: str) -> Kind:
+    """Within the limits of our setting: transformers would make a list of 10^9 layers."""
+    limits = next(rule for rule in setting_of(f"model.{setting}").said if isinstance(rule, Limits))
+    return optional(whole(int(limits.smallest), limits.largest))
+
+
 _FIELDS = {  # of config.json, whose absence transformers makes good
-    **dict.fromkeys(("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"), optional(whole(1))),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), optional(whole(1))),
-    **dict.fromkeys(("num_local_experts", "num_experts", "num_experts_per_tok"), optional(whole(1))),
-    **dict.fromkeys(("moe_intermediate_size", "max_position_embeddings"), optional(whole(1))),
+    **{theirs: _size(ours) for theirs, ours in _SIZES.items()},
     **dict.fromkeys(("rms_norm_eps", "initializer_range", "rope_theta"), optional(NUMBER)),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob"), optional(FLAG)),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), optional(OBJECT)),
@@ -48,9 +73,11 @@ _FIELDS = {  # of config.json, whose absence transformers makes good
 
 
 def architecture_of(folder: str) -> dict[str, Any]:
-    """Every field of ``ModelConfig`` except ``path`` and ``router_aux_loss_coef``, for the model in ``folder``.
+    """What the model in ``folder`` decides of a ``ModelConfig``: field -> value.
 
-    A float16 checkpoint (or one that does not say) is a ``fp32`` model, which loses nothing.
+    A float16 checkpoint (or one that does not say) is a ``fp32`` model, which loses nothing. Embeddings are tied only
+    if the weights have no vocabulary projection that differs from the embedding, whatever config.json says. The
+    ``digest`` is that of config.json and of the weights' headers, sizes and samples, not of where they lie.
 
     Raises:
         ValueError: there is no config.json, it is damaged, or it asks for something that a GPT of ours cannot compute;
@@ -62,7 +89,15 @@ def architecture_of(folder: str) -> dict[str, Any]:
             f"model.path={folder} holds no config.json (relative paths start at the directory of the command): "
             "give a folder with a Hugging Face model (config.json, *.safetensors, tokenizer files)"
         )
-    family = read_json(file, advice=COPY_AGAIN, fields=_FIELDS).get("model_type")
+    stamps = ((path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sorted(Path(folder).iterdir()))
+    return dict(_architecture_of(folder, tuple(stamps)))
+
+
+@functools.lru_cache(maxsize=8)  # asked for once for each setting
+def _architecture_of(folder: str, _: tuple[tuple[str, int, int], ...]) -> dict[str, Any]:
+    file = Path(folder, "config.json")
+    values = read_json(file, advice=COPY_AGAIN, fields=_FIELDS)
+    family = values.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"model.path={folder} holds a model of type {family}: supported are {', '.join(FAMILIES)}")
     config = _read_by_transformers(file)
@@ -90,11 +125,12 @@ def architecture_of(folder: str) -> dict[str, Any]:
         "norm_eps": config.rms_norm_eps,
         "qkv_bias": family == "qwen2",
         "qk_norm": family in ("qwen3", "qwen3_moe"),
-        "tie_embeddings": config.tie_word_embeddings,
+        "tie_embeddings": config.tie_word_embeddings and not _has_own_head(folder),
         "num_experts": _num_experts(config, family),
         "num_experts_per_tok": config.num_experts_per_tok if is_mixture else None,
         "norm_topk_prob": config.norm_topk_prob if family == "qwen3_moe" else True,
         "init_std": config.initializer_range,
+        "digest": _digest(folder, values),
         "dtype": "bf16" if str(config.dtype).endswith("bfloat16") else "fp32",
     }
 
@@ -113,6 +149,16 @@ def _read_by_transformers(file: Path) -> Any:
 def _rope_fields(rope: dict[str, Any]) -> dict[str, Kind]:
     scaling = _ROPE_SCALING.values() if rope.get("rope_type") == "llama3" else ()
     return {"rope_theta": NUMBER, "rope_type": TEXT, **dict.fromkeys(scaling, NUMBER)}
+
+
+def _digest(folder: str, values: dict[str, Any]) -> str:
+    said = {key: value for key, value in values.items() if key not in _OF_THE_WRITER}
+    weights = SafetensorsFolder(Path(folder)).digest() if has_weights(Path(folder)) else None
+    return hashlib.sha256(json.dumps([said, weights], sort_keys=True).encode()).hexdigest()[:_DIGEST_DIGITS]
+
+
+def _has_own_head(folder: str) -> bool:
+    return has_weights(Path(folder)) and SafetensorsFolder(Path(folder)).has_own_head()
 
 
 def _num_experts(config: Any, family: str) -> int | None:

@@ -98,12 +98,14 @@ class TrainingConfig(Section):
 class TokenizerConfig(Section):
     """``path``: a Hugging Face tokenizer folder, or null to train a BPE of ``vocab_size`` entries on the task.
 
-    ``chat_template``: questions become a user's turn in the tokenizer's own template.
+    ``chat_template``: questions become a user's turn in the tokenizer's own template. ``digest``: by which the folder's
+    content is known again wherever it lies.
     """
 
-    path: Optional[str]  # noqa: UP045
-    vocab_size: Annotated[int, Limits(1, 10_000_000)]
-    chat_template: bool
+    path: Annotated[Optional[str], Mark.OUTSIDE]  # noqa: UP045
+    vocab_size: Annotated[int, Limits(1, 10_000_000), Mark.WEIGHTS]
+    chat_template: Annotated[bool, Mark.WEIGHTS]
+    digest: Annotated[Optional[str], Mark.WEIGHTS]  # noqa: UP045
 
 
 @dataclass
@@ -179,12 +181,14 @@ class DiagnosticsConfig(Section):
 class CheckpointConfig(Section):
     """``every_steps``: a checkpoint after every so many PPO steps and after the last one, null for none.
     ``keep_last``: how many are kept. ``keep_best``: measure the held-out accuracy at each, and keep the best one too.
-    ``async_save``: the run goes on while a copy in host memory is written."""
+    ``async_save``: the run goes on while a copy in host memory is written. ``checksums``: compute the SHA-256 of every
+    file when a checkpoint is saved, and compare it when a run goes on from one."""
 
     every_steps: Annotated[Optional[int], Limits(1, 1_000_000_000)]  # noqa: UP045
     keep_last: Annotated[int, Limits(1, 1_000_000)]
     keep_best: bool
     async_save: bool
+    checksums: Annotated[bool, Mark.OUTSIDE]
 
 
 @dataclass
@@ -209,7 +213,7 @@ class Config(Section):
     memory: MemoryConfig
     parallel: ParallelConfig
     training: TrainingConfig
-    tokenizer: Annotated[TokenizerConfig, Mark.WEIGHTS]
+    tokenizer: TokenizerConfig
     task: Annotated[Dict[str, Any], Mark.CORPUS, Within({"seed": Mark.SEED})]  # noqa: UP006
     data: DataConfig
     reward: Optional[str]  # noqa: UP045

@@ -31,10 +31,11 @@ class ModelConfig(Section):
     rows of the embedding, null for as many as the tokenizer has entries. ``num_experts``: of every layer, each with
     ``ffn_size``; null for a dense model, to which the three settings after it mean nothing. ``kernels``: who computes
     norms, SwiGLU and rotary positions, ``torch``, ``liger`` or ``te`` (Transformer Engine), one of which ``auto`` has
-    become. ``attention_backend``: the core attention, ``sdpa`` (torch's) or ``te``.
+    become. ``attention_backend``: the core attention, ``sdpa`` (torch's) or ``te``. ``check_finite``: look for NaN and
+    infinities in the folder's weights. ``digest``: by which the folder's content is known again wherever it lies.
     """
 
-    path: Annotated[Optional[str], Mark.WEIGHTS]  # noqa: UP045
+    path: Annotated[Optional[str], Mark.OUTSIDE]  # noqa: UP045
     layers: Annotated[int, Limits(1, 1000), Mark.ARCHITECTURE]
     hidden_size: Annotated[int, Limits(2, 1_000_000), Mark.ARCHITECTURE]
     ffn_size: Annotated[int, Limits(1, 10_000_000), Mark.ARCHITECTURE]
@@ -57,6 +58,8 @@ class ModelConfig(Section):
     dtype: Annotated[str, Words("bf16", "fp32"), Mark.WEIGHTS]
     kernels: Annotated[str, Words("auto", "torch", "liger", "te")]
     attention_backend: Annotated[str, Words("sdpa", "te")]
+    check_finite: Annotated[bool, Mark.OUTSIDE]
+    digest: Annotated[Optional[str], Mark.ARCHITECTURE]  # noqa: UP045
 
     @property
     def head_dim(self) -> int:

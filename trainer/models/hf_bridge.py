@@ -24,6 +24,7 @@ from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen2Conf
 from trainer.config.hf_architecture import check_family, rope_parameters
 from trainer.config.schema import ModelConfig
 from trainer.models.dtypes import DTYPES
+from trainer.models.weight_checks import check_weight
 
 _OUTPUT, _SCORE = "output_layer.weight", "score.weight"
 _ROTARY_TABLE = "rotary_pos_emb.inv_freq"  # recomputed from rope_theta on either side
@@ -97,8 +98,8 @@ def to_hf(named: Iterable[tuple[str, Tensor]], *, model: ModelConfig) -> Iterato
 def from_hf(hf_state: Mapping[str, Tensor], *, model: ModelConfig, value_head: bool = False) -> Mapping[str, Tensor]:
     """A transformers state dict as Megatron's: the inverse of :func:`to_hf`.
 
-    Each tensor is read and fused when it is asked for, so with a ``hf_state`` that reads from disk the weights are
-    never in memory as a whole.
+    Each tensor is read, judged (:mod:`trainer.models.weight_checks`) and fused when it is asked for, so with a
+    ``hf_state`` that reads from disk the weights are never in memory as a whole.
 
     Args:
         value_head: leave out the vocabulary projection; a ``score`` of one number per token, as sequence classifiers
@@ -106,7 +107,8 @@ def from_hf(hf_state: Mapping[str, Tensor], *, model: ModelConfig, value_head: b
 
     Raises:
         ValueError: the state dict lacks tensors that ``model`` has, or has others (a bias without
-            ``model.qkv_bias``, say); names them.
+            ``model.qkv_bias``, say); names them. Raised when it is asked for: a tensor of another shape, or that
+            holds what is no weight.
     """
     counterparts = _counterparts(model)
     if value_head:
@@ -135,7 +137,11 @@ class _FromHf(Mapping[str, Tensor]):
     model: ModelConfig
 
     def __getitem__(self, name: str) -> Tensor:
-        return _join([self.hf_state[hf_name] for hf_name in self.counterparts[name]], model=self.model)
+        parts = []
+        for hf_name in self.counterparts[name]:
+            parts.append(self.hf_state[hf_name])
+            check_weight(hf_name, parts[-1], model=self.model)
+        return _join(parts, model=self.model)
 
     def __contains__(self, name: object) -> bool:
         return name in self.counterparts  # Mapping's own reads the tensor

@@ -1,19 +1,22 @@
-"""Hugging Face model folders: weights read one tensor at a time, and a trained model written as such a folder."""
+"""A trained model written as a Hugging Face folder; :mod:`trainer.common.safetensors_folder` reads such folders."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
 from trainer.common.files import naming
+from trainer.common.json_files import COPY_AGAIN, read_json
+from trainer.common.safetensors_folder import INDEX_FILE, WEIGHTS_FILE
 from trainer.config.schema import ModelConfig
 from trainer.models.generation import GENERATION_FILE, generation_settings, vocabulary_settings
 from trainer.models.hf_bridge import hf_config, to_hf
@@ -21,46 +24,7 @@ from trainer.models.hf_bridge import hf_config, to_hf
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 SHARD_BYTES = 4 << 30
-
-
-class SafetensorsFolder(Mapping[str, Tensor]):
-    """The tensors in a folder's ``model.safetensors``, or in the shards that its index names; each is read from the
-    memory-mapped file when it is asked for.
-
-    Raises:
-        ValueError: the folder has neither, lacks a shard, or has a damaged one.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        index = folder / INDEX_FILE
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [WEIGHTS_FILE]
-        lacking = [file for file in files if not (folder / file).is_file()]
-        if lacking:
-            raise ValueError(
-                f"model.path={folder} lacks {', '.join(lacking)}: weights are read from {WEIGHTS_FILE}, or from the "
-                f"files that {INDEX_FILE} names"
-            )
-        handles = [_opened(folder / file) for file in files]
-        self._handles: dict[str, Any] = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._handles[name].get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._handles)
-
-    def __len__(self) -> int:
-        return len(self._handles)
-
-
-def _opened(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"{file} is no whole safetensors file ({error}): copy or download it again") from error
 
 
 def save_hf(
@@ -103,11 +67,14 @@ def write_folder(
 ) -> None:
     """Write config, generation config, tokenizer and ``weights`` (Hugging Face names, tied ones once).
 
+    What a model that lay there before would add to this one is removed.
+
     Raises:
         UnwritableFile: the disk refused.
     """
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        _remove_model(folder)
         config.save_pretrained(folder)
         GenerationConfig.from_model_config(config).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -123,6 +90,19 @@ def write_folder(
         else:
             index = {"metadata": {"total_size": total_bytes}, "weight_map": files}
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _remove_model(folder: Path) -> None:
+    """Remove what would be read beside a new model's files: the index and its shards, or the only file, and what a
+    tokenizer need not have."""
+    index = folder / INDEX_FILE
+    try:
+        shards = set(read_json(index, advice=COPY_AGAIN).get("weight_map", {}).values()) if index.exists() else set()
+    except (ValueError, AttributeError, TypeError):  # of a save that was cut off
+        shards = set()
+    names = [name for name in shards if re.fullmatch(r"model-[\d-]+(of-\d+)?\.safetensors", str(name))]
+    for name in (INDEX_FILE, WEIGHTS_FILE, *names, "chat_template.jinja", "added_tokens.json"):
+        (folder / name).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ no special tokens by itself and reads none out of text: ``<eos>`` in a question 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -63,6 +64,19 @@ def vocab_size_of(path: str | None, *, task: Task, vocab_size: int) -> int:
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast | Tokenizer) -> int:
     """Largest id + 1: the rows that an embedding needs. A vocabulary with holes has fewer entries."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def tokenizer_digest(path: str | None) -> str | None:
+    """By what the tokenizer in a folder is known again, wherever the folder lies: of the content of its files. None
+    without a folder."""
+    if path is None or not os.path.isdir(path):
+        return None
+    digest = hashlib.sha256()
+    for file in (Path(path, name) for name in (*_FILES, "chat_template.jinja", "merges.txt")):
+        if file.name != "config.json" and file.is_file():
+            content = file.read_bytes()
+            digest.update(f"{file.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:32]
 
 
 def check_vocab_size(vocab_size: int) -> None:

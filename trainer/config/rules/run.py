@@ -7,7 +7,7 @@ import re
 
 from trainer.config.pieces import make_task
 from trainer.config.schema import Config
-from trainer.tasks.tokenizer import check_vocab_size
+from trainer.tasks.tokenizer import check_vocab_size, tokenizer_digest
 from trainer.tasks.verifiers import import_function
 
 
@@ -57,4 +57,9 @@ def check_tokenizer(config: Config) -> None:
         raise ValueError(
             f"tokenizer.path={config.tokenizer.path} is no folder (relative paths start at the directory of the "
             "command): give a Hugging Face tokenizer folder, or tokenizer.path=null to train one on the task"
+        )
+    if config.tokenizer.digest != tokenizer_digest(config.tokenizer.path):
+        raise ValueError(
+            f"tokenizer.digest={config.tokenizer.digest} is not that of tokenizer.path={config.tokenizer.path}: leave "
+            "it out, it follows from the folder"
         )
