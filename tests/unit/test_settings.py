@@ -14,7 +14,7 @@ from trainer.config.settings import is_marked, setting_of
 SHAPES = (
     *("layers", "hidden_size", "ffn_size", "heads", "kv_heads", "head_size", "vocab_size", "rope_theta"),
     *("rope_scaling", "norm_eps", "qkv_bias", "qk_norm", "tie_embeddings"),
-    *("num_experts", "num_experts_per_tok", "norm_topk_prob"),
+    *("num_experts", "num_experts_per_tok", "norm_topk_prob", "digest"),
 )
 
 
@@ -29,15 +29,16 @@ def keys_with(plain: dict[str, Any], mark: Mark) -> set[str]:
 
 def test_what_has_which_mark(plain):
     outside = {f"launch.{key}" for key in ("node_rank", "rdzv_endpoint", "max_restarts")} | {"objective"}
-    outside |= {"launch.host_memory_gib", "launch.gpu_memory_gib"}
+    outside |= {"launch.host_memory_gib", "launch.gpu_memory_gib", "checkpoint.checksums", "tokenizer.path"}
+    models = ("model", "roles.actor.model", "roles.critic.model")
+    outside |= {f"{model}.{key}" for model in models for key in ("path", "check_finite")}
     assert keys_with(plain, Mark.OUTSIDE) == outside == set(dict(leaves(plain))) - set(dict(leaves(decisive(plain))))
     assert keys_with(plain, Mark.PER_NODE) == {"launch.threads_per_worker"}
     assert keys_with(plain, Mark.SEED) == {"seed", "task.seed", "algo.shuffle_seed"}
     assert keys_with(plain, Mark.CORPUS) == {f"task.{key}" for key in plain["task"]}
-    models = ("model", "roles.actor.model", "roles.critic.model")
     assert keys_with(plain, Mark.ARCHITECTURE) == {f"{model}.{key}" for model in models for key in SHAPES}
-    others = {f"{model}.{key}" for model in models for key in ("path", "max_length", "router_aux_loss_coef", "dtype")}
-    assert keys_with(plain, Mark.WEIGHTS) == others | {f"tokenizer.{key}" for key in plain["tokenizer"]}
+    others = {f"{model}.{key}" for model in models for key in ("max_length", "router_aux_loss_coef", "dtype")}
+    assert keys_with(plain, Mark.WEIGHTS) == others | {f"tokenizer.{key}" for key in plain["tokenizer"] if key != "path"}
 
 
 def test_marks_hold_for_what_lies_within_and_for_any_role():
