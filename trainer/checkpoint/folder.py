@@ -175,7 +175,7 @@ def _named(path: Path) -> Path:
         found = _named_by(path)
         assert found is not None
         return found
-    elif os.path.exists(path / MANIFEST_FILE) or (path.parent.name == FOLDER and os.path.isdir(path)):  # a copy lies anywhere
+    elif (path.parent.name == FOLDER and os.path.isdir(path)) or os.path.exists(path / MANIFEST_FILE):  # a copy
         return path
     raise ValueError(
         f"resume={path}: no checkpoint there. Give a run directory with {FOLDER}/{_LATEST}, or one of its "
