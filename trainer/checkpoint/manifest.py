@@ -136,7 +136,8 @@ def _manifest_of(values: Mapping[str, Any]) -> Manifest:
     if problem is not None:
         raise ValueError(f"{MANIFEST_FILE} {problem}")
     files = {name: SavedFile(**saved) for name, saved in values["files"].items()}
-    return Manifest(**{key: value for key, value in values.items() if key != _OWN_DIGEST} | {"files": files})
+    others = {key: value for key, value in values.items() if key not in ("files", _OWN_DIGEST)}
+    return Manifest(**others, files=files)
 
 
 def _faults(values: Mapping[str, Any]) -> Iterator[str]:
