@@ -75,6 +75,8 @@ def test_the_first_host_of_a_node_list(node_list, host):
         ),
         (("launch.node_rank=-1",), r"launch\.node_rank=-1: must be between 0 and"),
         (("launch.nnodes=0",), r"launch\.nnodes=0: must be between 1 and"),
+        (("launch.rdzv_endpoint=host:65536",), r"launch\.rdzv_endpoint=host:65536 .*: a restart uses the next port"),
+        (("launch.rdzv_endpoint=host:65530", "launch.max_restarts=6"), r"host:65530 with launch\.max_restarts=6"),
         (("launch.rdzv_endpoint=somewhere",), r"launch\.rdzv_endpoint=somewhere: must be <host of node 0>:<free port"),
         (
             ("launch.nnodes=2", "algo.prompts_per_step=9"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def to_config(composed: DictConfig) -> Config:
     for model in (values["model"], *(role["model"] for role in values["roles"].values())):
         if model["kernels"] == "auto":
             model["kernels"] = default_kernels(values["platform"]["name"])
-    typed = _merged(values)
+    typed = _merged(lambda: OmegaConf.structured(Config), values)
     _require_values(typed)  # also those of sections that have no type until now
     explicit = frozenset(_explicit_flags(composed))
     config = OmegaConf.to_object(typed)
@@ -88,25 +88,25 @@ def to_config(composed: DictConfig) -> Config:
     return config
 
 
-def _merged(values: dict[Any, Any]) -> DictConfig | ListConfig:
-    """``values`` with the schema's types."""
+def _merged(schema: Callable[[], Any], values: dict[Any, Any]) -> DictConfig | ListConfig:
+    """``values`` with the types of what ``schema`` makes."""
     try:
-        return OmegaConf.merge(OmegaConf.structured(Config), values)
+        return OmegaConf.merge(schema(), values)
     except OmegaConfBaseException as error:
         if error.full_key:
             raise
-        key, value = _refused_part(values)
+        key, value = _refused_part(schema, values)
         raise ValueError(f"{key}={value}: {str(error).splitlines()[0]}") from error
 
 
-def _refused_part(values: Any, path: tuple[str, ...] = ()) -> tuple[str, Any]:
+def _refused_part(schema: Callable[[], Any], values: Any, path: tuple[str, ...] = ()) -> tuple[str, Any]:
     """(key, value) of the smallest part that omegaconf cannot merge and does not name, a mapping for a list."""
     for key, value in values.items() if isinstance(values, dict) else ():
         alone = functools.reduce(lambda inner, name: {name: inner}, reversed((*path, key)), value)
         try:
-            OmegaConf.merge(OmegaConf.structured(Config), alone)
+            OmegaConf.merge(schema(), alone)
         except OmegaConfBaseException:
-            return _refused_part(value, (*path, key))
+            return _refused_part(schema, value, (*path, key))
     return ".".join(path), values
 
 
@@ -173,9 +173,13 @@ def _typed_piece(section: str, given: dict[str, Any], *, base: type) -> dict[str
         if key not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
             raise ValueError(f"{section}.{key} is not a setting of {target}; {takes}")
-    schema = OmegaConf.create({section: OmegaConf.structured(piece)})  # nested, so that errors say section.<key>
-    OmegaConf.set_readonly(schema[section], False)  # which it is for a frozen dataclass
-    typed = OmegaConf.to_container(OmegaConf.merge(schema, {section: values}), throw_on_missing=True)
+
+    def schema() -> DictConfig:
+        made = OmegaConf.create({section: OmegaConf.structured(piece)})  # nested, so that errors say section.<key>
+        OmegaConf.set_readonly(made[section], False)  # which it is for a frozen dataclass
+        return made
+
+    typed = OmegaConf.to_container(_merged(schema, {section: values}), throw_on_missing=True)
     assert isinstance(typed, dict)
     return {"_target_": target, **typed[section]}
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.common.limits import Limits, Words
 from trainer.config.marks import Mark, Within
 from trainer.config.schema import Config, MemoryConfig
 
@@ -25,6 +26,11 @@ class Setting:
     of_roles: bool = False
     said: tuple[Any, ...] = ()
     marks: frozenset[Mark] = frozenset()
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a value is a number within limits, or one of a few words."""
+        return any(isinstance(rule, Limits | Words) for rule in self.said)
 
     def child(self, key: str) -> Setting:
         """The setting ``key`` in this section. Keys that no schema knows (a task's) have their section's marks."""

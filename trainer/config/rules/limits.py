@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from trainer.common.limits import check_value
-from trainer.common.units import leaves
 from trainer.config.identity import to_plain
 from trainer.config.pieces import piece_classes
 from trainer.config.schema import Config
@@ -16,10 +18,19 @@ from trainer.config.settings import said_of, setting_of
 def check_values(config: Config) -> None:
     """Every number is finite and within its limits, every word is one of its few."""
     pieces = piece_classes(config)
-    for key, value in leaves(to_plain(config)):
+    for key, value in _settings(to_plain(config)):
         section, _, field = key.partition(".")
         said = said_of(pieces[section], field) if section in pieces else setting_of(key).said
         check_value(key, value, said)
+
+
+def _settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value); of a setting that has limits or words also a mapping is a value, and a wrong one."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and not setting_of(f"{prefix}{key}").is_limited:
+            yield from _settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def model_key(config: Config, role: str, field: str) -> str:

@@ -10,6 +10,8 @@ from trainer.config.schema import Config
 from trainer.tasks.tokenizer import check_vocab_size, tokenizer_digest
 from trainer.tasks.verifiers import import_function
 
+_LAST_PORT = 65535
+
 
 def check_nodes(config: Config) -> None:
     """What needs no look at the environment; the rest is in :func:`trainer.command.nodes.find_nodes`."""
@@ -21,6 +23,12 @@ def check_nodes(config: Config) -> None:
         )
     if endpoint is not None and not re.fullmatch(r".+:[1-9]\d{0,4}", endpoint):
         raise ValueError(f"launch.rdzv_endpoint={endpoint}: must be <host of node 0>:<free port there>")
+    last = 0 if endpoint is None else int(endpoint.rpartition(":")[2]) + config.launch.max_restarts
+    if last > _LAST_PORT:
+        raise ValueError(
+            f"launch.rdzv_endpoint={endpoint} with launch.max_restarts={config.launch.max_restarts}: a restart uses "
+            f"the next port, and {_LAST_PORT} is the last one. Use a port of at most {_LAST_PORT} - launch.max_restarts"
+        )
 
 
 def check_profile_steps(config: Config) -> None:
