@@ -143,12 +143,14 @@ def test_what_does_not_fit_says_what_would_help():
         ValueError, match=r"one sequence of .* = 1024 tokens needs .*Use shorter sequences, training.rec"
     ):
         resolved("launch.gpu_memory_gib=22")
-    config = config_of(*BENCH, "launch.gpu_memory_gib=80")
-    engine = planned_bytes(config, vocab_size=VOCABULARY)
-    with pytest.raises(
-        ValueError, match=r"are activations of 131072 tokens; less with a smaller algo.micro_batch_size or"
-    ):
-        check_fits(config, vocab_size=VOCABULARY, engine=engine)
+    for offload, message in {
+        "train": r"are activations of 131072 tokens; less with a smaller algo.micro_batch_size or training.recompute=full",
+        "auto": r"the phase train_actor needs .* smaller micro-batches .*training.recompute=full",
+    }.items():
+        config = config_of(*BENCH, "launch.gpu_memory_gib=80", f"offload={offload}")
+        engine = planned_bytes(config, vocab_size=VOCABULARY)
+        with pytest.raises(ValueError, match=message):
+            check_fits(config, vocab_size=VOCABULARY, engine=engine)
 
 
 @pytest.mark.parametrize(
