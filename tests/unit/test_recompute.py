@@ -144,7 +144,7 @@ def test_what_does_not_fit_says_what_would_help():
     ):
         resolved("launch.gpu_memory_gib=22")
     for offload, message in {
-        "train": r"are activations of 131072 tokens; less with a smaller algo.micro_batch_size or training.recompute=full",
+        "train": r"are activations of 131072 tokens; less with a smaller algo.micro_batch_size or training.recompute",
         "auto": r"the phase train_actor needs .* smaller micro-batches .*training.recompute=full",
     }.items():
         config = config_of(*BENCH, "launch.gpu_memory_gib=80", f"offload={offload}")
