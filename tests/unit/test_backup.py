@@ -81,7 +81,6 @@ def test_unknown_tags_are_named_beside_the_known_ones():
     calls = (
         backuper.restore,
         backuper.get,
-        backuper.drop,
         lambda tag: backuper.copy(src_tag=tag, dst_tag="ref"),
     )
     for call in calls:
@@ -189,3 +188,26 @@ def test_a_new_tag_is_written_only_once_its_arena_is_ready(monkeypatch):
     time.sleep(0.4)
     assert backuper.get("actor")["w"].tolist() == [1.0, 2.0, 3.0, 4.0]
     assert backuper.get("ref")["w"].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_tag_moves_between_host_and_device_memory_with_its_bits_and_is_counted_where_it_lies(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    own = weights(1.0)
+    backuper = backuper_of(own)
+    backuper.backup("actor")
+    backuper.copy(src_tag="actor", dst_tag="ref")
+    own["fc"].fill_(2.0)
+    size_bytes = backuper.bytes_of("ref")
+    backuper.place({"ref"})
+    assert (backuper.bytes_of("ref"), backuper.bytes_of("actor")) == (0, size_bytes)
+    assert backuper.host_bytes == size_bytes
+    copied = backuper.copies.to_device
+    backuper.restore("ref")
+    assert own["fc"].unique().tolist() == [1.0]
+    assert backuper.copies.to_device == copied  # nothing crossed the bus
+    own["fc"].fill_(3.0)
+    backuper.place({"actor"})
+    assert (backuper.bytes_of("ref"), backuper.bytes_of("actor")) == (size_bytes, 0)
+    backuper.restore("ref")
+    assert own["fc"].unique().tolist() == [1.0]
+    assert backuper.copies.to_device == copied + size_bytes
