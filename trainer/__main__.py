@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+from trainer.command import interrupts
 from trainer.command.hashes import restart_with_fixed_hashes
 
 if __name__ == "__main__":
     restart_with_fixed_hashes()
+    interrupts.end_quietly_until_ready()
 
-import sys
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 import hydra
-from omegaconf.errors import OmegaConfBaseException
 
-from trainer.command import jobs
+from trainer.checkpoint.preemption import STOP_FILE
+from trainer.command import exits, jobs, sweeps
 from trainer.command.arguments import refuse_bad_overrides
-from trainer.command.hydra_job import JobError, hydra_job
-from trainer.common.terminal import new_console
+from trainer.command.hydra_job import hydra_job
+from trainer.command.sweep_processes import EndWithSweep
+from trainer.common.terminal import new_console, tell
 from trainer.config import compose as configuration
-from trainer.config.hints import hint_for, hint_for_flags
 
 
-def _show_sweep(sweep: Path) -> str | None:
-    """Show what became of every job of a sweep -> what the user must be told went wrong, if anything."""
-    table = jobs.sweep_table(sweep)
-    if not table.rows:
-        return "the sweep has no jobs, since one of its overrides lists no values"
-    new_console().print(table)
-    failures = jobs.failure_lines(sweep)
-    for line in failures:
-        new_console().print(line, soft_wrap=True, highlight=False)
-    _compare(sweep)
-    return f"{len(failures) // 2} of {len(table.rows)} jobs did not finish" if failures else None
+def _end_of_sweep(sweep: Path, code: int) -> int:
+    """Show what became of every job of a sweep that ended with ``code`` -> what the command ends with."""
+    with suppress(OSError):
+        (sweep / STOP_FILE).unlink()
+    found = sweeps.outcomes(sweep)
+    if not found:
+        if code == 0:
+            tell("error: the sweep has no jobs, since one of its overrides lists no values")
+        return code or exits.REFUSED
+    of_jobs, interrupted = sweeps.exit_code(found), code > 128
+    with suppress(OSError):  # of a terminal that was closed
+        console = new_console()
+        console.print(sweeps.table_of(sweep, found))
+        for line in sweeps.failure_lines(found):
+            console.print(line, soft_wrap=True, highlight=False)
+        if not interrupted:
+            _compare(sweep)
+    unfinished = sum(job.state != "finished" for job in found)
+    if unfinished:
+        tell(f"error: {unfinished} of {len(found)} jobs did not finish")
+    return code if interrupted else of_jobs or code
 
 
 def _compare(sweep: Path) -> None:
@@ -42,28 +55,24 @@ def _compare(sweep: Path) -> None:
         page = write_comparison([sweep], output=sweep).page
         new_console().print(f"comparison: {page}", soft_wrap=True)
     except Exception as error:
-        print(f"the comparison could not be written: {type(error).__name__}: {error}", file=sys.stderr)
+        tell(f"the comparison could not be written: {type(error).__name__}: {error}")
 
 
 def main() -> None:
     """Entry point of ``python -m trainer`` and of the console script ``torpor``."""
+    interrupts.ready()
     refuse_bad_overrides()
     configuration.register()
-    try:
-        hydra.main(config_path="pkg://conf", config_name="train", version_base="1.3")(hydra_job)()
-    except SystemExit as error:
-        if error.code not in (0, None) and not isinstance(error.__context__, OmegaConfBaseException | JobError):
-            hint = hint_for_flags(sys.argv[1:]) or hint_for(error)
-            if hint:
-                print(f"hint: {hint}", file=sys.stderr)
-        raise
-    finally:
-        sweep = jobs.SweepDirectory.path
-        problem = None if sweep is None else _show_sweep(sweep)
-        if problem is not None:
-            print(f"error: {problem}", file=sys.stderr)
-    if problem is not None:  # although the sweeper was content
-        sys.exit(1)
+    code = exits.code_of(hydra.main(config_path="pkg://conf", config_name="train", version_base="1.3")(hydra_job))
+    if EndWithSweep.asked:
+        code = 128 + signal.SIGTERM
+    sweep = jobs.SweepDirectory.path
+    if sweep is not None:
+        try:
+            code = _end_of_sweep(sweep, code)
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
+    exits.leave(code)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from trainer.roles.role import Role
 
 
+EXPORT_FOLDER = "hf_model"
+
+
 def _discard(_: Any) -> None:
     pass
 
@@ -97,7 +100,7 @@ def run(job: Job) -> dict[str, Any]:
             return result
         phases.ledger("asleep", step=result["step"])
         if job.config.export_hf:
-            export(parts, job.directory / "hf_model" if is_writer else None)
+            export(parts, job.directory / EXPORT_FOLDER if is_writer else None)
     if is_writer:
         summary = {
             "platform": platform.describe(job.config),

@@ -84,22 +84,22 @@ def test_a_forward_pass_wakes_parameters_only_and_goes_straight_to_its_weights(p
 
 def test_a_failing_job_does_not_stop_the_sweep_and_is_shown(pair):
     _, sweep = pair
-    assert sweep.code == 1
+    assert sweep.code == 2
     jobs = sweep.jobs()
     assert set(jobs) == {"0", "1", "2", "3"}
     assert [(jobs[n] / "result.json").exists() for n in "0123"] == [False, True, False, True]
     message = "error: algo.prompts_per_step * algo.responses_per_prompt = 8 * 2 = 16 is no multiple of"
     assert sweep.stderr.count(message) == 2  # once for each of the two jobs
-    table = re.findall(r"^\s+(\d)\s+(.*micro_batch_size=\d.*?)\s{2,}(finished|failed)", sweep.stdout, re.MULTILINE)
+    table = re.findall(r"^\s+(\d)\s+(.*micro_batch_size=\d.*?)\s{2,}(finished|refused)", sweep.stdout, re.MULTILINE)
     assert [(job, state) for job, _, state in table] == [
-        ("0", "failed"),
+        ("0", "refused"),
         ("1", "finished"),
-        ("2", "failed"),
+        ("2", "refused"),
         ("3", "finished"),
     ]
     assert sweep.stdout.count("\n  log: ") == 2
     log = jobs["0"] / "failure.txt"
-    assert f"job 0 failed: {message.removeprefix('error: ')}" in sweep.stdout
+    assert f"job 0 refused: {message.removeprefix('error: ')}" in sweep.stdout
     assert f"\n  log: {log}\n" in sweep.stdout
     assert log.read_text().startswith(message.removeprefix("error: "))
     assert "error: 2 of 4 jobs did not finish" in sweep.stderr
@@ -126,12 +126,12 @@ def test_a_sweep_again_skips_what_has_finished_and_overwrites_nothing(pair):
     task = ("task=jsonl", "task.path=sums.jsonl", f"hydra.sweep.dir={directory}")
 
     again = torpor(sweep.directory, "-m", *SHORT, *task, "seed=1,2", "algo.micro_batch_size=5,8")
-    assert again.code == 1  # the two bad jobs are still bad
+    assert again.code == 2  # the two bad jobs are still bad
     assert again.stdout.count("finished already: ") == 2
     assert (directory / "3" / "metrics.jsonl").read_text() == before
 
     other = torpor(sweep.directory, "-m", *SHORT, *task, "seed=3,4", "algo.micro_batch_size=5,8")
-    assert other.code == 1
+    assert other.code == 2
     assert other.stderr.count("holds a run of another config, which this one would overwrite") == 2
     assert "hydra.sweep.dir" in other.stderr
     assert (directory / "3" / "metrics.jsonl").read_text() == before
@@ -159,7 +159,7 @@ def test_a_task_that_cannot_be_read_is_refused_before_workers_start(tmp_path):
     """The second line of the file is bad; the parent reads it for the tokenizer, whose size the plan needs."""
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\nnonsense\n')
     done = torpor(tmp_path, *SHORT, "task=jsonl", "task.path=bad.jsonl")
-    assert done.code == 1
+    assert done.code == 2
     assert done.stderr.startswith("error: bad.jsonl, line 2 is not JSON")
     assert not [job for job in done.jobs().values() if (job / "logs").exists()]
 
@@ -207,7 +207,7 @@ def test_questions_that_were_not_measured_are_not_asked(tmp_path):
 )
 def test_bad_input_is_one_clean_error_before_anything_is_launched(tmp_path, arguments, lines):
     done = torpor(tmp_path, *arguments)
-    assert done.code == 1
+    assert done.code == 2
     assert done.stdout == ""
     written = done.stderr.splitlines()
     assert len(written) == len(lines)
@@ -222,8 +222,8 @@ def test_removed_settings_are_explained_wherever_they_are_written(tmp_path):
     (tmp_path / "mine" / "experiment" / "old.yaml").write_text("# @package _global_\ndisable_weights_backuper: true\n")
     for arguments, code in [
         (["--disable-weights-backuper"], 2),
-        (["-m", "seed=1,2", "enable_weights_backuper=false"], 1),
-        (["--config-dir", "mine", "experiment=old"], 1),
+        (["-m", "seed=1,2", "enable_weights_backuper=false"], 2),
+        (["--config-dir", "mine", "experiment=old"], 2),
     ]:
         done = torpor(tmp_path, *arguments)
         assert done.code == code
@@ -234,7 +234,7 @@ def test_removed_settings_are_explained_wherever_they_are_written(tmp_path):
 
 def test_an_empty_sweep_is_an_error(tmp_path):
     done = torpor(tmp_path, "-m", "seed=glob(*)")
-    assert done.code == 1
+    assert done.code == 2
     assert "error: the sweep has no jobs" in done.stderr
 
 

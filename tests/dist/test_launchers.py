@@ -54,7 +54,7 @@ def test_a_job_is_the_same_under_joblib_and_submitit(sweeps):
 
 def test_a_failed_trial_does_not_end_the_search(sweeps):
     _, done = sweeps
-    assert done.code == 1
+    assert done.code == 2
     assert "error: 1 of 2 jobs did not finish" in done.stderr
     found = {trial.params["algo.micro_batch_size"]: trial for trial in trials(done.directory)}
     assert (found[5].state.name, found[8].state.name) == ("FAIL", "COMPLETE")
@@ -62,7 +62,7 @@ def test_a_failed_trial_does_not_end_the_search(sweeps):
     last = lasting_metrics(done.directory / "sweep" / "1")[-1]
     assert accuracy == last["heldout_accuracy"]
     assert host_bytes > 0
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("job ") and " failed: " in line]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("job ") and " refused: " in line]
     assert "algo.prompts_per_step * algo.responses_per_prompt = 8 * 2 = 16 is no multiple of" in line
 
 
@@ -73,7 +73,7 @@ def test_a_stored_study_goes_on(sweeps):
         *(word.replace("=search", "=more") if word.startswith("hydra.sweep.dir") else word for word in SEARCH),
         *("hydra/sweeper/sampler=random", "hydra.sweeper.n_trials=1", "algo.micro_batch_size=5"),
     )
-    assert again.code == 1
+    assert again.code == 2
     assert [trial.state.name for trial in trials(sweeps[1].directory)[before:]] == ["FAIL"]
 
 

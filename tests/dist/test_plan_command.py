@@ -57,7 +57,7 @@ def test_a_sweep_prints_one_table_and_says_what_fits(tmp_path):
 
 def test_refused_configs_name_the_override_and_leave_the_others_in_the_table(tmp_path):
     done = plan(tmp_path, "-m", "plan.vocab_size=0,320")
-    assert done.code == 1
+    assert done.code == 2
     assert done.stderr == "error: plan.vocab_size=0: must be between 1 and 10000000\n"
     assert row(done, "plan.vocab_size=0") == ["-"] * 7
     assert row(done, "plan.vocab_size=320")[:2] == ["16.00", "14.00"]
@@ -66,7 +66,7 @@ def test_refused_configs_name_the_override_and_leave_the_others_in_the_table(tmp
 def test_what_cannot_fit_is_refused_by_planner_and_trainer(tmp_path):
     limit = "launch.host_memory_gib=0.001"
     for done in (plan(tmp_path, limit), torpor(tmp_path / "run", *SHORT, limit)):
-        assert done.code == 1
+        assert done.code == 2
         assert "error: the plan does not fit: it needs 0.0" in done.stderr
         assert "No memory policy fits" in done.stderr
     assert done.jobs() == {} or not any((job / "metrics.jsonl").exists() for job in done.jobs().values())

@@ -197,7 +197,7 @@ def test_expandable_segments_are_refused_before_anything_starts(variable, tmp_pa
     command = [sys.executable, "-m", "trainer", "platform=cuda", f"hydra.run.dir={tmp_path}/run"]
     environment = {**os.environ, variable: "expandable_segments:True"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert variable in done.stderr
     assert "expandable_segments" in done.stderr
 

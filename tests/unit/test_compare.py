@@ -299,20 +299,20 @@ def test_the_command_prints_tables_and_where_the_page_is(sweep: Path):
 
 def test_an_empty_directory_is_a_clear_error(tmp_path: Path):
     done = report(tmp_path)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {tmp_path} holds no run: name directories of runs or sweeps")
     assert report(tmp_path / "absent").stderr.startswith(f"error: {tmp_path / 'absent'} is no directory")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sweep_ends_with_its_comparison(sweep: Path, capsys: pytest.CaptureFixture):
-    assert command_line._show_sweep(sweep) is None
+    assert command_line._end_of_sweep(sweep, 0) == 0
     assert f"comparison: {sweep / 'comparison.html'}" in capsys.readouterr().out
 
 
 def test_an_error_of_the_comparison_does_not_hide_the_sweeps_result(sweep: Path, capsys: pytest.CaptureFixture):
     (sweep / "comparison.html").mkdir()  # cannot be written
-    assert command_line._show_sweep(sweep) is None
+    assert command_line._end_of_sweep(sweep, 0) == 0
     shown = capsys.readouterr()
     assert shown.out.count("finished") == 4
     assert shown.err.startswith("the comparison could not be written: UnwritableFile: ")

@@ -1,12 +1,14 @@
 """What a refused key is answered with."""
 
 import dataclasses
+import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 
 from tests.helpers.composing import composed, config_of
 from trainer.config.hints import EXTRAS, hint_for, hint_for_flags, known_keys
@@ -120,3 +122,28 @@ def test_a_preset_whose_launcher_is_not_installed_names_the_extra(missing, tmp_p
             assert hint_for(MissingConfigException(message, missing)) == f"pip install 'torpor[{EXTRAS[missing]}]'"
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert EXTRAS[missing] in extras
+
+
+@pytest.mark.parametrize(
+    "path", ["/data/lr=1", "/data/a,b", "/data/a[1]", "/data/{x}", "/data/(old)", "/data/#1", "~/data", "/data/größe"]
+)
+@pytest.mark.parametrize("key", ["task.path", "+model.path"])
+def test_a_path_that_needs_quotes_is_answered_with_what_a_shell_takes(key, path):
+    if path == "/data/a,b":  # Hydra takes it for a sweep and says so itself, without the shell's quotes
+        error = ConfigCompositionException(f"Ambiguous value for argument '{key}={path}'\n1. To use it as a list, use")
+    else:
+        with pytest.raises(OverrideParseException) as caught:
+            OverridesParser.create().parse_overrides([f"{key}={path}"])
+        error = caught.value
+    hint = hint_for(error)
+    assert hint is not None
+    (word,) = shlex.split(hint.partition(" need the shell's: ")[2])
+    (override,) = OverridesParser.create().parse_overrides([word])
+    assert override.value() == path
+
+
+@pytest.mark.parametrize("override", ["task.path='/a'b", "algo.epochs", "tags=[a=b]", "tags={a"])
+def test_what_is_quoted_or_no_text_gets_no_advice_to_quote(override):
+    with pytest.raises(OverrideParseException) as caught:
+        OverridesParser.create().parse_overrides([override])
+    assert hint_for(caught.value) is None

@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from tests.helpers.composing import SMALL, config_of
-from trainer.command import attempts, jobs
+from trainer.command import attempts, exits, jobs, sweep_notes, sweeps
 from trainer.config import compose as configuration
 from trainer.config import objectives
 
@@ -94,6 +94,7 @@ def sweep(tmp_path: Path) -> Path:
     for number in range(4):
         (tmp_path / str(number) / ".hydra").mkdir(parents=True)
         (tmp_path / str(number) / ".hydra" / "overrides.yaml").write_text(f"[seed={number}, memory=lean]")
+    (tmp_path / "1" / "config.json").write_text("{}")
     jobs.write_result(tmp_path / "0", {"heldout_accuracy": 0.5, "host_bytes": 1})
     log = f"{tmp_path}/1/logs/rank_0"
     jobs.write_failure(tmp_path / "1", f"rank 0 of 1 failed: E: no\n  traceback: {log}.traceback\n  log: {log}.log")
@@ -102,12 +103,14 @@ def sweep(tmp_path: Path) -> Path:
 
 
 def test_a_sweeps_table_and_why_jobs_have_not_finished(sweep):
-    rows = [(row[0], row[1], row[2]) for row in jobs.sweep_table(sweep).rows]
-    assert rows == [(str(n), f"seed={n}", state) for n, state in enumerate(["finished", "failed", "failed", "cut off"])]
-    assert jobs.failure_lines(sweep) == [
+    found = sweeps.outcomes(sweep)
+    rows = [(row[0], row[1], row[2]) for row in sweeps.table_of(sweep, found).rows]
+    states = ["finished", "failed", "refused", "cut off"]
+    assert rows == [(str(n), f"seed={n}", state) for n, state in enumerate(states)]
+    assert sweeps.failure_lines(found) == [
         "job 1 failed: rank 0 of 1 failed: E: no",
         f"  log: {sweep}/1/logs/rank_0.traceback",
-        "job 2 failed: algo.epochs=0: must be at least 1",
+        "job 2 refused: algo.epochs=0: must be at least 1",
         f"  log: {sweep}/2/failure.txt",
         "job 3 cut off: killed, or still running: no result and no error",
         f"  log: {sweep}/3/logs",
@@ -119,12 +122,13 @@ def test_damaged_files_of_one_job_leave_the_sweep_its_table(sweep):
     result.write_text("")  # as a power cut may leave it
     (sweep / "1" / ".hydra" / "overrides.yaml").write_text("a: [")
     (sweep / "2" / "failure.txt").write_text("")
-    rows = [row[1:] for row in jobs.sweep_table(sweep).rows]
-    assert [row[1:] for row in rows] == [("damaged", "-"), ("failed", "-"), ("failed", "-"), ("cut off", "-")]
+    found = sweeps.outcomes(sweep)
+    rows = [row[1:] for row in sweeps.table_of(sweep, found).rows]
+    assert [row[1:] for row in rows] == [("damaged", "-"), ("failed", "-"), ("refused", "-"), ("cut off", "-")]
     assert [row[0] for row in rows] == ["seed=0 memory=lean", "", "seed=2 memory=lean", "seed=3 memory=lean"]
-    lines = jobs.failure_lines(sweep)
+    lines = sweeps.failure_lines(found)
     assert lines[0].startswith(f"job 0 damaged: {result} is empty: remove it, and the same command goes on from")
-    assert lines[4] == "job 2 failed: killed, or still running: no result and no error"
+    assert lines[4] == "job 2 refused: killed, or still running: no result and no error"
 
 
 @pytest.mark.parametrize(
@@ -143,6 +147,41 @@ def test_a_damaged_file_of_a_job_is_named(name, text, message, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=rf"^{tmp_path}/{name} {message}"):
         jobs.finished(tmp_path, config_of(*SMALL))
+
+
+def test_what_the_last_command_met_counts_more_than_what_lies_in_the_folder(sweep):
+    """Job 0 belongs to a run that has finished; job 4 has no folder at all; a full disk has cut off the last line."""
+    sweep_notes.add(
+        sweep, sweep_notes.Note("0", ["seed=7"], "holds a run of another config\nhint: none", exits.REFUSED)
+    )
+    sweep_notes.add(sweep, sweep_notes.Note("4", ["seed=8"], "rank 0 failed\n  log: /a/log", exits.FAILED))
+    with (sweep / sweep_notes.NOTES_FILE).open("a") as file:
+        file.write('{"job": "5", "overr')
+    found = {job.job: job for job in sweeps.outcomes(sweep)}
+    assert list(found) == ["0", "1", "2", "3", "4"]
+    assert (found["0"].overrides, found["0"].state, found["0"].reason, found["0"].log) == (
+        ["seed=7"],
+        "refused",
+        "holds a run of another config",
+        None,
+    )
+    assert (found["4"].state, found["4"].log) == ("failed", "/a/log")
+    sweep_notes.clear(sweep)
+    assert [job.state for job in sweeps.outcomes(sweep)] == ["finished", "failed", "refused", "cut off"]
+
+
+@pytest.mark.parametrize(
+    ("states", "code"),
+    [
+        (["finished", "finished"], 0),
+        (["finished", "refused"], exits.REFUSED),
+        (["refused", "failed"], exits.FAILED),
+        (["refused", "cut off"], exits.FAILED),
+        (["damaged"], exits.FAILED),
+    ],
+)
+def test_a_sweep_is_refused_only_if_none_of_its_runs_failed(states, code):
+    assert sweeps.exit_code([sweeps.Outcome(str(n), [], state) for n, state in enumerate(states)]) == code
 
 
 def test_a_failure_is_forgotten_when_the_job_starts_again(sweep):

@@ -19,6 +19,7 @@ from trainer.bench import cases, launching, measure
 from trainer.bench.cases import CASES, BenchConfig, BenchRoot, Case, CaseJob
 from trainer.bench.launching import run_job, run_workers
 from trainer.bench.table import NEEDS_GPU, bench_table, document, plan_comparison, summarize
+from trainer.command import exits
 from trainer.command.arguments import refuse_bad_overrides
 from trainer.common.json_files import TEXT
 from trainer.config import compose as configuration
@@ -99,7 +100,7 @@ def main() -> None:
     refuse_bad_overrides()
     configuration.register()
     ConfigStore.instance().store(name="bench_schema", node=BenchRoot)
-    _hydra_job()
+    exits.leave(exits.code_of(_hydra_job))
 
 
 if __name__ == "__main__":

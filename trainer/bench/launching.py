@@ -16,9 +16,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from trainer.bench import cases
+from trainer.command import exits
 from trainer.command.launch import WorkerError, launch
 from trainer.command.launch_environment import worker_environment
-from trainer.common.terminal import new_console
+from trainer.common.terminal import new_console, tell
 from trainer.config import compose as configuration
 from trainer.config.hints import hint_for
 from trainer.config.schema import Config
@@ -29,7 +30,7 @@ _Prepared = TypeVar("_Prepared")
 def run_job(prepare: Callable[[list[str]], _Prepared], run: Callable[[_Prepared, Path, Console], bool]) -> None:
     """A Hydra job: ``run`` what ``prepare`` makes of the command's overrides, in the job's directory.
 
-    Exits with 1 and one line if ``prepare`` refuses them, and with 1 if ``run`` says that something failed.
+    Exits with 2 and one line if ``prepare`` refuses them, and with 1 if ``run`` says that something failed.
     """
     settings = HydraConfig.get()
     directory, overrides = Path(settings.runtime.output_dir).absolute(), list(settings.overrides.task)
@@ -38,10 +39,10 @@ def run_job(prepare: Callable[[list[str]], _Prepared], run: Callable[[_Prepared,
         prepared = prepare(overrides)
     except (ValueError, OmegaConfBaseException) as error:
         hint = hint_for(error)
-        print(f"error: {error}" + (f"\nhint: {hint}" if hint else ""), file=sys.stderr)
-        sys.exit(1)
+        tell(f"error: {error}" + (f"\nhint: {hint}" if hint else ""))
+        raise exits.Said(exits.REFUSED) from error
     if not run(prepared, directory, new_console(width=None if sys.stdout.isatty() else 240)):
-        sys.exit(1)
+        raise exits.Said(exits.FAILED)
 
 
 def config_of(composed: DictConfig) -> Config:

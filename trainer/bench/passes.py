@@ -21,6 +21,7 @@ from rich.console import Console
 from trainer.bench.bars import Bar, bars_table, ratio_bar, share_bar
 from trainer.bench.launching import config_of, run_job, run_workers
 from trainer.bench.passes_worker import PassesJob, parse_shape, run_passes
+from trainer.command import exits
 from trainer.command.arguments import refuse_bad_overrides
 from trainer.config import compose as configuration
 from trainer.config.schema import ComposedConfig, Config, Section
@@ -127,7 +128,7 @@ def main() -> None:
     refuse_bad_overrides()
     configuration.register()
     ConfigStore.instance().store(name="bench_passes_schema", node=BenchPassesRoot)
-    _hydra_job()
+    exits.leave(exits.code_of(_hydra_job))
 
 
 if __name__ == "__main__":

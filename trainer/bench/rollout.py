@@ -20,6 +20,7 @@ from rich.console import Console
 
 from trainer.bench.launching import run_job, run_workers
 from trainer.bench.rollout_workers import BenchRolloutConfig, RolloutJob, run_cases
+from trainer.command import exits
 from trainer.command.arguments import refuse_bad_overrides
 from trainer.common.units import format_count
 from trainer.config import compose as configuration
@@ -171,7 +172,7 @@ def main() -> None:
     refuse_bad_overrides()
     configuration.register()
     ConfigStore.instance().store(name="bench_rollout_schema", node=BenchRolloutRoot)
-    _hydra_job()
+    exits.leave(exits.code_of(_hydra_job))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from rich.console import Console
 from trainer.bench.bars import Bar, bars_table, ratio_bar
 from trainer.bench.launching import config_of, run_job, run_workers
 from trainer.bench.training_workers import TrainingJob, run_plain, run_plain_liger, run_torpor
+from trainer.command import exits
 from trainer.command.arguments import refuse_bad_overrides
 from trainer.common.units import format_count
 from trainer.config import compose as configuration
@@ -210,7 +211,7 @@ def main() -> None:
     refuse_bad_overrides()
     configuration.register()
     ConfigStore.instance().store(name="bench_training_schema", node=BenchTrainingRoot)
-    _hydra_job()
+    exits.leave(exits.code_of(_hydra_job))
 
 
 if __name__ == "__main__":

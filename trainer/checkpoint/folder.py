@@ -43,12 +43,28 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed saves left. Only when nobody is saving."""
-    for leftover in folder.glob(f"*{_TEMPORARY}"):
-        if leftover.is_dir() and re.fullmatch(r"step_\d+", leftover.stem):
+    """Remove what killed saves left. Only when nobody is saving, and in the folder of a run."""
+    for leftover in _leftovers(folder):
+        if leftover.is_dir():
             shutil.rmtree(leftover)
-        elif leftover.stem in (_LATEST, _BEST):
+        else:
             leftover.unlink()
+
+
+def _leftovers(folder: Path) -> list[Path]:
+    return [
+        path
+        for path in folder.glob(f"*{_TEMPORARY}")
+        if (path.is_dir() and re.fullmatch(r"step_\d+", path.stem)) or path.stem in (_LATEST, _BEST)
+    ]
+
+
+def not_of_a_run(folder: Path) -> list[str]:
+    """Names in ``folder`` of what a run would remove although none has put it there: what looks like a save that was
+    cut off, and steps that are no checkpoints. Asked where no run has been; checkpoints that were copied there are
+    welcome."""
+    steps = [path for path in _steps(folder) if not (path / _MANIFEST).exists()]
+    return sorted(path.name for path in [*_leftovers(folder), *steps])
 
 
 def commit(temporary: Path, manifest: Manifest, *, keep_last: int, keep_best: bool) -> Path:
@@ -131,7 +147,6 @@ def starting_point(config: Config, run_directory: Path) -> Path | None:
     Raises:
         ValueError: there is no checkpoint, it is damaged, or it is of another model or tokenizer.
     """
-    remove_leftovers(run_directory / FOLDER)
     own = latest(run_directory)
     if config.resume is None:
         if own is not None:

@@ -7,25 +7,29 @@ step is not cut short, so the scheduler must grant the seconds of a step and a c
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 STOP_FILE = "stop"  # in the run directory
+SECONDS_OF_ONE_REQUEST = 1.0  # it may come twice: to the process group and, passed on, to the process
 
 
 def request_handler(stop_file: Path, second: Callable[[int, FrameType | None], object]) -> Callable:
-    """The launching process's handler: the first SIGTERM leaves the file, another one is up to ``second``. The file is
-    no sign of a first one: where all processes of the job get the signal, a worker may have left it just before."""
-    asked = False
+    """The launching process's handler: the first SIGTERM leaves the file, one that comes later is up to ``second``. The
+    file is no sign of a first one: where all processes of the job get the signal, a worker may have left it just
+    before."""
+    asked_at = None
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            second(number, frame)
+        nonlocal asked_at
+        if asked_at is not None:
+            if time.monotonic() - asked_at > SECONDS_OF_ONE_REQUEST:
+                second(number, frame)
             return
-        asked = True
+        asked_at = time.monotonic()
         try:
             stop_file.touch()
         except OSError:  # a full disk, or a folder that is gone: nobody would learn of the request

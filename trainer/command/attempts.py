@@ -14,6 +14,7 @@ from trainer.command import jobs
 from trainer.command.launch import WorkerError, launch
 from trainer.command.launch_environment import worker_environment
 from trainer.command.nodes import Nodes
+from trainer.common.terminal import tell
 from trainer.config.schema import Config
 from trainer.data.selection import Selection
 from trainer.worker import Job, run
@@ -61,7 +62,7 @@ def launch_attempts(
         except WorkerError as error:
             if restart == config.launch.max_restarts or (stop_file is not None and stop_file.exists()):
                 raise
-            print(f"error: {error}", file=sys.stderr)
+            tell(f"error: {error}")
         except SystemExit as end:
             if not isinstance(end.code, int) or end.code <= 128:  # submitit's, which has queued the job again
                 raise
@@ -77,7 +78,7 @@ def exit_if_asked(directory: Path) -> None:
     """Exit as after SIGTERM if that came too late to stop this job: no other job of the process shall begin."""
     if (directory / STOP_FILE).exists():
         (directory / STOP_FILE).unlink()
-        print("SIGTERM: the job had finished", file=sys.stderr)
+        tell("SIGTERM: the job had finished")
         sys.exit(_ENDED_BY_SIGTERM)
 
 
@@ -116,5 +117,5 @@ def _farewell(code: int, *, saves: bool) -> str:
 def _end(directory: Path, message: str, *, code: int) -> None:
     (directory / STOP_FILE).unlink(missing_ok=True)
     jobs.write_failure(directory, message)
-    print(message, file=sys.stderr)
+    tell(message)
     raise SystemExit(code)

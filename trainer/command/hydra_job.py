@@ -7,8 +7,7 @@ process never imports megatron nor touches a GPU, so every job of a sweep starts
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,18 +16,19 @@ from typing import Any
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from trainer.checkpoint import folder as checkpoints
-from trainer.command import jobs
+from trainer.command import exits, jobs, sweep_notes, sweep_processes
 from trainer.command.attempts import exit_if_asked, launch_attempts
+from trainer.command.exits import JobError
 from trainer.command.launch import WorkerError
 from trainer.command.nodes import Nodes, find_nodes
 from trainer.common.files import UnwritableFile
 from trainer.common.machine import gpu_memory_bytes, host_memory_limit_bytes
-from trainer.common.terminal import new_console
+from trainer.common.terminal import new_console, tell
 from trainer.config import compose as configuration
 from trainer.config import objectives
 from trainer.config.hints import hint_for
@@ -37,7 +37,7 @@ from trainer.config.pieces import make_task
 from trainer.config.schema import Config
 from trainer.data.encoding import Encoder
 from trainer.data.rewards import check_rewards
-from trainer.data.selection import select
+from trainer.data.selection import Selection, select
 from trainer.models.folders import check_folders
 from trainer.plan import make_plan
 from trainer.plan.fit import check_fits
@@ -46,43 +46,63 @@ from trainer.plan.micro_batch import with_micro_batch_tokens
 from trainer.report import MEMORY_FILE, METRICS_FILE, REPORT_FILE, final_tables, plan_table, read_records
 from trainer.report.records import read_result
 from trainer.rollout.engines import planned_bytes
-from trainer.tasks import Task
 from trainer.tasks.tokenizer import light_tokenizer, vocabulary_size
 
-
-class JobError(RuntimeError):
-    """A job of a sweep failed; one string, so that every launcher can pickle it."""
+# Of settings, modules and files that a user can change before the same command.
+_REFUSALS = (ValueError, ImportError, OmegaConfBaseException)
 
 
 def hydra_job(composed: DictConfig) -> float | tuple[float, ...]:
     """Run one composed job and return its objective, or several, to the sweeper.
 
     Raises:
-        JobError: it failed, in a sweep; the other jobs still run.
-        SystemExit: it failed, in a single run; or a signal ended it, which ends a sweep too.
+        JobError: it did not finish, in a sweep; the other jobs still run.
+        SystemExit: it did not finish, in a single run (see :mod:`trainer.command.exits`); or a signal ended it, which
+            ends a sweep too.
     """
     configuration.register()  # in a launcher's process nobody has
     settings = HydraConfig.get()
     os.chdir(settings.runtime.cwd)  # relative paths start where the command runs, whatever hydra.job.chdir says
-    directory, in_sweep = Path(settings.runtime.output_dir), settings.mode == RunMode.MULTIRUN
+    directory = Path(settings.runtime.output_dir)
+    sweep = Path(settings.sweep.dir).absolute() if settings.mode == RunMode.MULTIRUN else None
+    record, code = _hydra_record(composed), exits.FAILED
     with ExitStack() as stack:
-        if in_sweep and jobs.SweepDirectory.path is None:  # a launcher's process: others write to the terminal too
-            stack.enter_context(jobs.own_output(directory))
+        if sweep is not None:
+            stack.enter_context(sweep_processes.job_of(sweep))
+
+        def own_output() -> None:
+            if sweep is not None and jobs.SweepDirectory.path is None:  # a launcher's process: others write there too
+                stack.enter_context(jobs.own_output(directory))
+
         try:
             config = jobs.as_begun(
                 configuration.to_config(composed),
                 directory,
                 left_open=configuration.left_to_the_machine(composed),
             )
-            results = run_job(config, directory, new_console())
+            results = run_job(config, directory, hydra_record=record, own_output=own_output)
             return objectives.values(results, names=config.objective)
-        except (ValueError, ImportError, OmegaConfBaseException, WorkerError, UnwritableFile) as error:
+        except _REFUSALS as error:
+            message, code = _message(error), exits.REFUSED
+            jobs.note_refusal(directory, message, record)
+        except (WorkerError, UnwritableFile) as error:
             message = _message(error)
-        print(f"error: {message}", file=sys.stderr)
-        jobs.write_failure(directory, message)
-    if in_sweep:
-        raise JobError(f"the job in {directory} failed: {message.splitlines()[0]}")
-    sys.exit(1)
+        tell(f"error: {message}")
+    if sweep is None:
+        raise exits.Said(code)
+    overrides = list(settings.overrides.task)
+    sweep_notes.add(sweep, sweep_notes.Note(os.path.relpath(directory, sweep), overrides, message, code))
+    verb = "was refused" if code == exits.REFUSED else "failed"
+    raise JobError(f"the job in {directory} {verb}: {message.splitlines()[0]}")
+
+
+def _hydra_record(composed: DictConfig) -> Mapping[str, str]:
+    """The files of Hydra's own record: what it composed, how, and of which overrides."""
+    hydra = HydraConfig.instance().cfg
+    assert hydra is not None
+    overrides = OmegaConf.create(list(HydraConfig.get().overrides.task))
+    whole = {"config.yaml": composed, "hydra.yaml": hydra, "overrides.yaml": overrides}
+    return {name: OmegaConf.to_yaml(config) for name, config in whole.items()}
 
 
 def _message(error: Exception) -> str:
@@ -92,9 +112,17 @@ def _message(error: Exception) -> str:
     return f"{text}\nhint: {hint}" if hint else text
 
 
-def run_job(config: Config, directory: Path, console: Console) -> Mapping[str, float]:
-    """Launch one validated job, or find its result, and return all that can be an objective."""
+def run_job(
+    config: Config, directory: Path, *, hydra_record: Mapping[str, str], own_output: Callable[[], None]
+) -> Mapping[str, float]:
+    """Launch one validated job, or find its result, and return all that can be an objective.
+
+    ``own_output`` is called once the directory has been found to be the job's own, or nobody's.
+    """
     nodes = find_nodes(config.launch, os.environ)
+    if nodes.rank == 0:
+        jobs.finished(directory, config)  # whether it is another job's, first of all and without a lock
+        jobs.require_room(directory)
     _check_devices(config)
     check_folders(config)
     task = make_task(config)
@@ -108,7 +136,28 @@ def run_job(config: Config, directory: Path, console: Console) -> Mapping[str, f
     plan = plan_rows(footprint(config, vocab_size=vocab_size, engine=engine, reported_gpu_bytes=gpu_bytes))
     encoder = Encoder(config.tokenizer, tokenizer)
     with jobs.held(directory) if nodes.rank == 0 else nullcontext():
-        return _run_held(config, directory, console, nodes=nodes, plan=plan, task=task, encoder=encoder)
+        # Only node 0 judges what the folder holds: by then it may have written its own config there.
+        earlier = jobs.finished(directory, config) if nodes.rank == 0 else read_result(directory)
+        own_output()
+        console = new_console()
+        if earlier is not None:
+            console.print(f"finished already: {directory}", soft_wrap=True)
+            return earlier
+        check_rewards(config, task)
+        selection = select(config, task, encoder=encoder, console=console)
+        checkpoint = None  # of which other nodes learn from node 0
+        if nodes.rank == 0:
+            checkpoint = checkpoints.starting_point(config, directory)
+            jobs.claim(directory, config, checkpoint, hydra_record=hydra_record)
+        _announce(config, nodes, console, plan=plan, checkpoint=checkpoint)
+        console.print(selection.summary)
+        try:
+            return _run_held(
+                config, directory, console, nodes=nodes, plan=plan, checkpoint=checkpoint, selection=selection
+            )
+        except (WorkerError, UnwritableFile, *_REFUSALS) as error:
+            jobs.write_failure(directory, _message(error))
+            raise
 
 
 def _run_held(
@@ -118,22 +167,9 @@ def _run_held(
     *,
     nodes: Nodes,
     plan: Sequence[Mapping[str, Any]],
-    task: Task,
-    encoder: Encoder,
+    checkpoint: Path | None,
+    selection: Selection,
 ) -> Mapping[str, float]:
-    # Only node 0 judges what the folder holds: by then it may have written its own config there.
-    earlier = jobs.finished(directory, config) if nodes.rank == 0 else read_result(directory)
-    if earlier is not None:
-        console.print(f"finished already: {directory}", soft_wrap=True)
-        return earlier
-    check_rewards(config, task)
-    selection = select(config, task, encoder=encoder, console=console)
-    checkpoint = None  # of which other nodes learn from node 0
-    if nodes.rank == 0:
-        checkpoint = checkpoints.starting_point(config, directory)
-        jobs.claim(directory, config, checkpoint)
-    _announce(config, nodes, console, plan=plan, checkpoint=checkpoint)
-    console.print(selection.summary)
     record = launch_attempts(
         config, directory, checkpoint=checkpoint, selection=selection, nodes=nodes, say=console.print
     )

@@ -21,7 +21,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -85,10 +84,11 @@ def launch(
     if stop_file is not None:
         stop_file.unlink(missing_ok=True)
     arguments = pickle.dumps((worker, payload)), log_dir, stop_file
-    resource_tracker.ensure_running()  # it outlives the launch, so it starts without `environment`
+    process_state.start_resource_tracker()  # without `environment`, since it outlives the launch
     try:
         with process_state.kept(environment, elastic_log=log_dir / f"elastic_{nodes.rank}.log"):
-            signals = [number for number in process_state.SIGNALS if number != signal.SIGTERM or stop_file is None]
+            own = {signal.SIGTERM} if stop_file is not None else set()
+            signals = [number for number in process_state.handled_signals() if number not in own]
             if stop_file is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, preemption.request_handler(stop_file, _raise_signal))
             config = LaunchConfig(
@@ -151,6 +151,8 @@ def _run_worker(pickled: bytes, log_dir: Path, stop_file: Path | None) -> bytes:
     # Ctrl-C and the parent's death (torch asks the kernel to tell us) both arrive as SIGINT. The default
     # action ends a worker even inside a collective, where Python's handler would wait for the call to return.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    at_once = [number for number in process_state.SIGNALS if number != signal.SIGTERM or stop_file is None]
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, at_once)  # with which the worker was started, so that it could wait
     parent = multiprocessing.parent_process()
     if parent is None or os.getppid() != parent.pid:
         os._exit(1)  # the parent died before torch had asked

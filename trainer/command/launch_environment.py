@@ -92,7 +92,7 @@ def _check_loads(preload: str) -> None:
     A preload whose dependency is missing would end every worker with exit code 127, without a word of ours.
     """
     command = [sys.executable, "-I", "-S", "-c", _TEST_LOAD, Path(preload.split(":")[0]).name]
-    environment = os.environ | {"LD_PRELOAD": preload}
+    environment = os.environ | _SAVER_VARIABLES | {"LD_PRELOAD": preload}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     if done.returncode != 0:
         raise ValueError(

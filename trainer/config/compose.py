@@ -42,6 +42,7 @@ def register() -> None:
         "attention_backend": default_attention_backend,
         "equal": lambda left, right: left == right,
         "directions": lambda objective: [objectives.DIRECTIONS.get(x) for x in objective],
+        "trial_number": lambda job, known: int(job) + int(known),
         "threads_per_worker": lambda nproc: max(1, _usable_cores() // max(1, int(nproc))),
     }.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)

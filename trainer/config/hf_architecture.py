@@ -140,7 +140,7 @@ def _read_by_transformers(file: Path) -> Any:
     from transformers import AutoConfig  # seconds that only runs with such a model pay
 
     try:
-        return AutoConfig.from_pretrained(file.parent, local_files_only=True)
+        return AutoConfig.from_pretrained(file.parent, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises anything on values that it does not expect
         text = " ".join(str(error).split())
         raise ValueError(f"{file} cannot be read ({type(error).__name__}: {text}): {COPY_AGAIN}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import shlex
 import typing
 from collections.abc import Iterator
 
@@ -47,10 +48,24 @@ def hint_for(error: BaseException) -> str | None:
         missing = re.search(r"Could not (?:find|load) '(hydra/\w+/\w+)'", str(cause))
         if missing and missing.group(1) in EXTRAS:
             return f"pip install 'torpor[{EXTRAS[missing.group(1)]}]'"
+        if quoted := _quoted(cause):
+            return quoted
         key = getattr(cause, "full_key", None) or _key_in(str(cause))
         if key:
             return _hint_for_key(key)
     return None
+
+
+def _quoted(error: BaseException) -> str | None:
+    """How to write an override whose value Hydra's grammar could not read, or took for a list."""
+    ambiguous = re.search(r"^Ambiguous value for argument '(.*)'$", str(error), re.MULTILINE)
+    override = ambiguous.group(1) if ambiguous else getattr(error, "override", "")
+    key, equals, value = override.partition("=")
+    if not equals or value[:1] in "'\"[{" or not re.fullmatch(r"[\w./@+~-]+", key):
+        return None
+    quoted = "'" + value.replace("'", r"\'") + "'"
+    whole = shlex.quote(f"{key}={quoted}") if re.search(r'["$`\\!]', quoted) else f'"{key}={quoted}"'
+    return f"a value with = , ( [ {{ # ~ or letters beyond ASCII needs quotes, and these need the shell's: {whole}"
 
 
 def hint_for_flags(arguments: list[str]) -> str | None:

@@ -89,9 +89,14 @@ class Encoder:
     def _turn(self, text: str) -> str:
         assert self._chat is not None
         messages = [{"role": "user", "content": text}]
-        turn = self._chat.apply_chat_template(
-            messages, chat_template=self._template, add_generation_prompt=True, tokenize=False
-        )
+        try:
+            turn = self._chat.apply_chat_template(
+                messages, chat_template=self._template, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # a template is a program, which may do anything that its sandbox lets it
+            raise ValueError(
+                f"the chat template in tokenizer.path={self._path} fails ({type(error).__name__}: {error})"
+            ) from error
         assert isinstance(turn, str)
         return turn
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -30,7 +32,8 @@ def import_gguf(file: Path, folder: Path, *, dtype: torch.dtype) -> None:
         raise ImportError(f"reading GGUF files needs {' and '.join(lacking)}: pip install 'torpor[gguf]'")
     if not file.is_file():
         raise ValueError(f"{file} is no file: give a .gguf file")
-    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    source |= {"trust_remote_code": False, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     config = AutoConfig.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype)
@@ -49,7 +52,8 @@ def main() -> None:
     try:
         import_gguf(arguments.file, arguments.folder, dtype=getattr(torch, arguments.dtype))
     except (ImportError, ValueError, UnwritableFile) as error:
-        raise SystemExit(f"error: {error}") from error
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1 if isinstance(error, UnwritableFile) else 2)  # 2: refused, as wherever a command is
     print(f"model=hf model.path={arguments.folder}")
 
 

@@ -13,7 +13,6 @@ if __name__ == "__main__":
 import atexit
 import functools
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,10 +27,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
+from trainer.command import exits
 from trainer.command.arguments import refuse_bad_overrides
 from trainer.common.limits import Limits, check_value
 from trainer.common.machine import gpu_memory_bytes
-from trainer.common.terminal import new_console
+from trainer.common.terminal import new_console, tell
 from trainer.common.units import byte_unit
 from trainer.config import compose as configuration
 from trainer.config.hints import hint_for
@@ -203,9 +203,9 @@ def _hydra_job(composed: DictConfig) -> None:
         return
     except (ValueError, ImportError, OmegaConfBaseException) as error:
         hint = hint_for(error)
-        print(f"error: {error}" + (f"\nhint: {hint}" if hint else ""), file=sys.stderr)
+        tell(f"error: {error}" + (f"\nhint: {hint}" if hint else ""))
     if not in_sweep:
-        sys.exit(1)
+        raise exits.Said(exits.REFUSED)
     _sweep.append(Job(overrides, None, False))
 
 
@@ -221,11 +221,12 @@ def main() -> None:
     configuration.register()
     ConfigStore.instance().store(name="plan_schema", node=PlanRoot)
     OmegaConf.register_new_resolver("temporary_directory", _temporary_directory, replace=True)
-    _hydra_job()
+    code = exits.code_of(_hydra_job)
     if _sweep:
         new_console().print(comparison_table(_sweep))
         if not all(job.prediction for job in _sweep):
-            sys.exit(1)
+            code = code or exits.REFUSED
+    exits.leave(code)
 
 
 if __name__ == "__main__":

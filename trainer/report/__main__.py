@@ -9,7 +9,7 @@ from trainer.report.compare_page import write_comparison
 
 
 def main() -> int:
-    """Print the comparison and write it; 1 if there is nothing to compare."""
+    """Print the comparison and write it; 2 if there is nothing to compare, 1 if it could not be written."""
     parser = argparse.ArgumentParser(prog="python -m trainer.report", description="Compare runs and sweeps.")
     parser.add_argument(
         "directories", nargs="+", type=Path, metavar="DIR", help="a run, a sweep, or any folder of such"
@@ -22,7 +22,7 @@ def main() -> int:
         comparison = write_comparison(directories, output=output)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     console = new_console()
     console.print(*comparison.facts, sep="\n", highlight=False, soft_wrap=True)
     for table in comparison.tables:

@@ -28,6 +28,8 @@ from trainer.report.records import (
     read_result,
 )
 
+HYDRA_FOLDER = ".hydra"  # what Hydra composed: its record in a run directory
+
 
 @dataclass(kw_only=True)
 class Run:
@@ -87,11 +89,16 @@ def find_runs(directory: Path) -> list[Path]:
     for path, folders, files in os.walk(directory):
         if BENCH_FILE in files:
             folders.clear()
-        elif ".hydra" in folders or {METRICS_FILE, RESULT_FILE} & set(files):
+        elif HYDRA_FOLDER in folders or {METRICS_FILE, RESULT_FILE} & set(files):
             found.append(Path(path))
             if "multirun.yaml" not in files:  # Hydra's own mark of a sweep
                 folders.clear()
-    return sorted(found, key=lambda path: [(len(x) if x.isdigit() else 0, x) for x in re.split(r"(\d+)", str(path))])
+    return sorted(found, key=natural_order)
+
+
+def natural_order(path: Path | str) -> list[tuple[int, str]]:
+    """A key to sort by: 10 comes after 9."""
+    return [(len(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", str(path))]
 
 
 def read_overrides(directory: Path) -> list[str]:
@@ -115,7 +122,7 @@ def read_runs(directories: Iterable[Path]) -> list[Run]:
         paths = find_runs(directory)
         if not paths:
             what = "holds no run" if directory.is_dir() else "is no directory"
-            files = f"a .hydra folder, {METRICS_FILE} or {RESULT_FILE}"
+            files = f"a {HYDRA_FOLDER} folder, {METRICS_FILE} or {RESULT_FILE}"
             raise ValueError(f"{directory} {what}: name directories of runs or sweeps, in which runs have {files}")
         found |= dict.fromkeys(path.resolve() for path in paths)
     root = Path(os.path.commonpath(found)) if len(found) > 1 else next(iter(found)).parent
@@ -134,8 +141,8 @@ def _read_run(directory: Path, *, name: str) -> Run:
             problems.append(f"{what} cannot be read ({type(error).__name__}: {error})")
 
     attempt(CONFIG_FILE, lambda: _read_config(run, directory))
-    if (directory / ".hydra").is_dir():
-        attempt(".hydra", lambda: _read_hydra(run, directory / ".hydra"))
+    if (directory / HYDRA_FOLDER).is_dir():
+        attempt(HYDRA_FOLDER, lambda: _read_hydra(run, directory / HYDRA_FOLDER))
     attempt(METRICS_FILE, lambda: _read_metrics(run, read_records(directory / METRICS_FILE)))
     attempt(MEMORY_FILE, lambda: _read_memory(run, read_records(directory / MEMORY_FILE)))
     if (directory / RESULT_FILE).exists():

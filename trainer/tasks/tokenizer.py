@@ -130,7 +130,7 @@ def _load(path: str) -> PreTrainedTokenizerFast:
         if (file := Path(path, name)).exists():
             read_json(file, advice=COPY_AGAIN)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises anything on a folder that it cannot read
         raise ValueError(f"tokenizer.path={path} has no tokenizer that transformers can load: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
