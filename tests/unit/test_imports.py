@@ -41,6 +41,7 @@ def test_functions_classes_and_classes_in_classes_are_found(write):
         ("\n\nimport not_installed\n", r"ModuleNotFoundError: No module named 'not_installed' \({path}, line 3\)"),
         ("from os import nothing\n", r"ImportError: cannot import name 'nothing' from 'os' .*\({path}, line 1\)"),
         ("def g():\n    raise KeyError('a')\ng()\n", r"KeyError: 'a' \({path}, line 2\)"),
+        ("import sys\nsys.exit(3)\n", r"SystemExit: 3 \({path}, line 2\)"),
         ("f = 1 / 0\n", r"ZeroDivisionError: division by zero \({path}, line 1\)"),
     ],
 )

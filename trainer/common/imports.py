@@ -41,7 +41,7 @@ def _import(parts: list[str], problem: str) -> ModuleType | None:
     except SyntaxError as error:
         where = f"({error.filename}, line {error.lineno})"
         raise ValueError(f"{problem}: {type(error).__name__}: {error.msg} {where}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the latter: a script that runs when it is imported
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             return None
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "<frozen" not in frame.filename]
