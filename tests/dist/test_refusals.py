@@ -1,6 +1,7 @@
 """What is refused ends with 2, and writes into no folder that belongs to a job, whichever way it came to be refused."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +58,7 @@ def test_nor_does_a_refused_sweep(finished, launcher):
     assert (tree(sweep / "0"), tree(sweep / "1")) == before
     for job, seed in enumerate((3, 4)):
         assert f"job {job} refused: {sweep}/{job} holds a run of another config" in done.stdout
-        assert f"seed={seed}  refused" in " ".join(done.stdout.split("\n"))
+        assert re.search(rf"^\s+{job}\s+seed={seed}\s+refused\s", done.stdout, re.MULTILINE)
     assert "error: 2 of 2 jobs did not finish" in done.stderr
     assert "Traceback" not in done.stderr
 
