@@ -60,7 +60,6 @@ def _compare(sweep: Path) -> None:
 
 def main() -> None:
     """Entry point of ``python -m trainer`` and of the console script ``torpor``."""
-    interrupts.ready()
     refuse_bad_overrides()
     configuration.register()
     code = exits.code_of(hydra.main(config_path="pkg://conf", config_name="train", version_base="1.3")(hydra_job))

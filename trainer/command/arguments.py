@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from trainer.command import exits
+from trainer.common.terminal import tell
 from trainer.config.overrides import check_overrides
 
 
@@ -12,5 +14,5 @@ def refuse_bad_overrides() -> None:
     try:
         check_overrides(sys.argv[1:])
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        tell(f"error: {error}")
+        exits.leave(exits.REFUSED)

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from hydra.errors import CompactHydraException
 
+from trainer.command import interrupts
 from trainer.common.terminal import tell
 from trainer.config.hints import hint_for, hint_for_flags
 
@@ -38,6 +39,7 @@ def code_of(command: Callable[[], Any]) -> int:
     """Run a command of Hydra's -> its exit code; what went wrong has been said."""
     with _ending_by_signals():
         try:
+            interrupts.ready()
             command()
         except SystemExit as error:
             if isinstance(error.code, str):
