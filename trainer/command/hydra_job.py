@@ -120,9 +120,6 @@ def run_job(
     ``own_output`` is called once the directory has been found to be the job's own, or nobody's.
     """
     nodes = find_nodes(config.launch, os.environ)
-    if nodes.rank == 0:
-        jobs.finished(directory, config)  # whether it is another job's, first of all and without a lock
-        jobs.require_room(directory)
     _check_devices(config)
     check_folders(config)
     task = make_task(config)
@@ -135,6 +132,9 @@ def run_job(
     check_fits(config, vocab_size=vocab_size, engine=engine, **limits)
     plan = plan_rows(footprint(config, vocab_size=vocab_size, engine=engine, reported_gpu_bytes=gpu_bytes))
     encoder = Encoder(config.tokenizer, tokenizer)
+    if nodes.rank == 0:
+        jobs.finished(directory, config)  # whether it is another job's: before a lock is left there
+        jobs.require_room(directory)
     with jobs.held(directory) if nodes.rank == 0 else nullcontext():
         # Only node 0 judges what the folder holds: by then it may have written its own config there.
         earlier = jobs.finished(directory, config) if nodes.rank == 0 else read_result(directory)

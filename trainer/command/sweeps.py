@@ -9,6 +9,7 @@ from pathlib import Path
 from trainer.command import exits, jobs, sweep_notes
 from trainer.report import Table
 from trainer.report.compare import find_runs, natural_order, read_overrides
+from trainer.report.tables import accuracy_text
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Outcome:
     job: str
     overrides: list[str]
     state: str
-    accuracy: float | None = None
+    accuracy: str = "-"
     reason: str = ""
     log: str | None = None
 
@@ -49,12 +50,12 @@ def _from_folder(job: str, path: Path) -> Outcome:
     overrides, state = read_overrides(path), jobs.state_of(path)
     result, damage = jobs.result_of(path)
     if result is not None:
-        return Outcome(job, overrides, state, result["heldout_accuracy"])
+        return Outcome(job, overrides, state, accuracy_text(result))
     note, output = path / jobs.FAILURE_FILE, path / jobs.OUTPUT_FILE
     text = damage or (note.read_text(errors="replace").strip() if note.exists() else "")
     text = text or "killed, or still running: no result and no error"
     log = output if output.exists() else note if note.exists() else path / "logs"
-    return Outcome(job, overrides, state, None, text.splitlines()[0], _log_of(text) or str(log))
+    return Outcome(job, overrides, state, reason=text.splitlines()[0], log=_log_of(text) or str(log))
 
 
 def _log_of(message: str) -> str | None:
@@ -68,7 +69,7 @@ def table_of(sweep: Path, jobs_of_it: list[Outcome]) -> Table:
     rows = []
     for job in jobs_of_it:
         own = " ".join(override for override in job.overrides if override not in shared)
-        rows.append((job.job, own, job.state, "-" if job.accuracy is None else f"{job.accuracy:.2%}"))
+        rows.append((job.job, own, job.state, job.accuracy))
     columns = ("job", "overrides", "state", "held-out accuracy")
     return Table(title=f"Sweep in {sweep}", columns=columns, rows=rows, text_columns=3)
 
