@@ -63,7 +63,7 @@ def not_of_a_run(folder: Path) -> list[str]:
     """Names in ``folder`` of what a run would remove although none has put it there: what looks like a save that was
     cut off, and steps that are no checkpoints. Asked where no run has been; checkpoints that were copied there are
     welcome."""
-    steps = [path for path in _steps(folder) if not (path / _MANIFEST).exists()]
+    steps = [path for path in _steps(folder) if not (path / MANIFEST_FILE).exists()]
     return sorted(path.name for path in [*_leftovers(folder), *steps])
 
 
