@@ -358,6 +358,8 @@ def test_a_section_that_holds_null_can_be_given_on_the_command_line():
     ("overrides", "message"),
     [
         (["roles=${seed}"], "roles=1: must be a section with settings"),
+        (["roles.critic.model=${seed}"], "roles.critic.model=1: must be a section with settings"),
+        (["roles.actor.ddp=${seed}"], "roles.actor.ddp=1: must be a section with settings"),
         (["roles.critic=${seed}"], "roles.critic=1: must be a section with settings"),
         (["diagnostics.profile_steps=${roles}"], "diagnostics.profile_steps"),
         (["task.operations=${roles}"], "task.operations.actor"),

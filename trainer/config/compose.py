@@ -121,8 +121,11 @@ def _require_values(settings: DictConfig | ListConfig) -> None:
 def _check_sections(composed: DictConfig) -> None:
     """What omegaconf does not hold to its type, because its keys are anybody's, holds settings."""
     found = {name: composed[name] for name in ("roles", "memory", "task", "advantages")}
-    roles = found["roles"]
-    found |= {f"roles.{role}": roles[role] for role in roles} if isinstance(roles, DictConfig) else {}
+    for role in composed.roles if isinstance(found["roles"], DictConfig) else ():
+        settings = found[f"roles.{role}"] = composed.roles[role]
+        for part in ("model", "optimizer", "ddp") if isinstance(settings, DictConfig) else ():
+            if not OmegaConf.is_missing(settings, part) and settings[part] is not None:
+                found[f"roles.{role}.{part}"] = settings[part]
     for name, section in found.items():
         if not isinstance(section, DictConfig):
             raise ValueError(f"{name}={section}: must be a section with settings, {name}.<setting>=<value>")
