@@ -36,6 +36,7 @@ RESULT_FILE, TABLE_FILE, WEIGHTS_FOLDER = "training.json", "training.md", "initi
 CASES = {  # name -> (what it is, overrides, worker)
     "lean": ("Torpor, models asleep in turn (memory=lean)", ("offload=train", "memory=lean"), run_torpor),
     "resident": ("Torpor, nothing sleeps (offload=none)", ("offload=none",), run_torpor),
+    "auto": ("Torpor, what has to sleep (offload=auto)", ("offload=auto",), run_torpor),
     "plain": ("a plain loop of transformers and PyTorch, nothing sleeps", ("offload=none",), run_plain),
     "plain_liger": ("the same loop, Liger's kernels in its models", ("offload=none",), run_plain_liger),
     "padded": (
