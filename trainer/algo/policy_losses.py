@@ -18,6 +18,8 @@ from trainer.algo.masked import divide_or_zero, masked_sum, zero_padding
 
 Stats = dict[str, Tensor]
 
+_LARGEST_CLAMP = 80  # exp of more overflows float32
+
 
 @dataclass(frozen=True)
 class PolicyTokens:
@@ -82,6 +84,11 @@ def _bounded(drift: Tensor, clamp: float) -> Tensor:
     return drift.clamp(-clamp, clamp)
 
 
+def _check_clamp(clamp: float) -> None:
+    if not 0 <= clamp <= _LARGEST_CLAMP:
+        raise ValueError(f"policy_loss.log_ratio_clamp={clamp}: must be between 0 and {_LARGEST_CLAMP}")
+
+
 def _check_at_least(smallest: float, **fields: float) -> None:
     for name, value in fields.items():
         if not (math.isfinite(value) and value >= smallest):
@@ -114,7 +121,8 @@ class Ppo(PolicyLoss):
 
     def validate(self) -> None:
         _check_interval(clip_low=self.clip_low)
-        _check_at_least(0, clip_high=self.clip_high, log_ratio_clamp=self.log_ratio_clamp)
+        _check_at_least(0, clip_high=self.clip_high)
+        _check_clamp(self.log_ratio_clamp)
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             raise ValueError(
                 f"policy_loss.dual_clip={self.dual_clip}: must be greater than 1, or null for no dual clip"
@@ -155,7 +163,8 @@ class Gspo(PolicyLoss):
 
     def validate(self) -> None:
         _check_interval(clip_low=self.clip_low)
-        _check_at_least(0, clip_high=self.clip_high, log_ratio_clamp=self.log_ratio_clamp)
+        _check_at_least(0, clip_high=self.clip_high)
+        _check_clamp(self.log_ratio_clamp)
 
     def compute(self, log_probs: Tensor, tokens: PolicyTokens) -> tuple[Tensor, Stats]:
         mask, drift, advantages = tokens.response_mask, tokens.drift(log_probs), tokens.clean_advantages()
@@ -187,7 +196,8 @@ class Cispo(PolicyLoss):
 
     def validate(self) -> None:
         _check_interval(clip_low=self.clip_low)
-        _check_at_least(0, clip_high=self.clip_high, log_ratio_clamp=self.log_ratio_clamp)
+        _check_at_least(0, clip_high=self.clip_high)
+        _check_clamp(self.log_ratio_clamp)
 
     def compute(self, log_probs: Tensor, tokens: PolicyTokens) -> tuple[Tensor, Stats]:
         mask, drift, advantages = tokens.response_mask, tokens.drift(log_probs), tokens.clean_advantages()
@@ -219,7 +229,7 @@ class Sapo(PolicyLoss):
 
     def validate(self) -> None:
         _check_at_least(1e-3, tau_positive=self.tau_positive, tau_negative=self.tau_negative)
-        _check_at_least(0, log_ratio_clamp=self.log_ratio_clamp)
+        _check_clamp(self.log_ratio_clamp)
 
     def compute(self, log_probs: Tensor, tokens: PolicyTokens) -> tuple[Tensor, Stats]:
         mask, drift, advantages = tokens.response_mask, tokens.drift(log_probs), tokens.clean_advantages()
