@@ -237,7 +237,7 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path):
     config_file.write_text(config_file.read_text().replace(f'"vocab_size": {VOCABULARY}', '"vocab_size": 63'))
     roles.fresh_saver()
     actor = roles.make_role("actor", "model=hf", f"model.path={tmp_path}", f"tokenizer.path={tmp_path}")
-    with pytest.raises(ValueError, match=r"lm_head.weight has the shape \(64, 64\), and .* \(63, 64\)"):
+    with pytest.raises(ValueError, match=r"embed_tokens.weight has the shape \(64, 64\), and .* \(63, 64\)"):
         actor.load_whole_weights(from_hf(SafetensorsFolder(tmp_path), model=actor.config.model))
     state = {"output_layer.weight": SafetensorsFolder(tmp_path)["lm_head.weight"]}
     with pytest.raises(ValueError, match=r"output_layer.weight has the shape \(63, 64\), the actor's is \(64, 64\)"):
