@@ -60,9 +60,18 @@ def set_up_process_groups(config: Config) -> None:
 
 
 def set_up_parallel_groups(parallel: ParallelConfig) -> None:
-    """Megatron's groups, over the default group, in place of earlier ones."""
+    """Megatron's groups, over the default group, in place of earlier ones of another layout; each group costs threads
+    that stay."""
     from megatron.core import parallel_state
 
+    if parallel_state.model_parallel_is_initialized() and parallel == ParallelConfig(
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        vpp=1,  # chunks that take turns leave their mark in the groups
+        cp=parallel_state.get_context_parallel_world_size(),
+        expert=parallel_state.get_expert_model_parallel_world_size(),
+    ):
+        return
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
