@@ -155,7 +155,9 @@ def test_the_console_script_finds_modules_of_the_current_folder(tmp_path):
     scripts = tmp_path / "bin"
     scripts.mkdir()
     script = scripts / "torpor"
-    script.write_text("import sys\nfrom trainer.command.__main__ import main\nsys.exit(main())\n")
+    script.write_text(
+        "import sys\nfrom trainer.command.__main__ import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+    )
     (tmp_path / "my_rewards.py").write_text("def f(response, example):\n    return 1.0\n")
     (tmp_path / "my_tasks.py").write_text("from trainer.tasks.arithmetic import ArithmeticTask as Mine\n")
     command = [sys.executable, str(script), *SHORT, "reward=my_rewards.f", "task._target_=my_tasks.Mine"]
