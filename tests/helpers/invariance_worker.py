@@ -198,9 +198,9 @@ def _nan_returns() -> Iterator[None]:
     original = loop.collect
 
     def collect(run: Any, number: int, **options: Any) -> Any:
-        experience = original(run, number, **options)
+        drawing, experience = original(run, number, **options)
         returns = torch.full_like(experience.returns, torch.nan)
-        return dataclasses.replace(experience, returns=returns) if number == 2 else experience
+        return drawing, dataclasses.replace(experience, returns=returns) if number == 2 else experience
 
     with mock.patch.object(loop, "collect", collect):
         yield

@@ -156,7 +156,7 @@ def losses_with_padding(padding, mask):
         old_log_probs=padded(),
         advantages=padded(),
         response_mask=mask,
-        **{**PPO, "dual_clip": 3.0, "log_ratio_clamp": None},
+        **{**PPO, "dual_clip": 3.0},
     )
     critic_loss, critic_stats = value_loss(
         values, old_values=padded(), returns=padded(), response_mask=mask, value_clip=0.5

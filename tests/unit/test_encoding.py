@@ -14,8 +14,8 @@ from trainer.tasks.arithmetic import ArithmeticTask
 from trainer.tasks.tokenizer import light_tokenizer, load_tokenizer
 
 TASK = ArithmeticTask(max_operand=9, operations=["plus", "minus"], forms="mixed", heldout_fraction=0.1, seed=1)
-PLAIN = TokenizerConfig(path=None, vocab_size=320, chat_template=False)
-CHAT = TokenizerConfig(path="chat", vocab_size=320, chat_template=True)
+PLAIN = TokenizerConfig(path=None, vocab_size=320, chat_template=False, digest=None)
+CHAT = TokenizerConfig(path="chat", vocab_size=320, chat_template=True, digest=None)
 TURN = "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 GENERATE = "{% if add_generation_prompt %}assistant:{% endif %}"
 TEXTS = ["7 + 5 =", "seven plus 5 =", "<eos> is text", "ünï 🙂", "a"]

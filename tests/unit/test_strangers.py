@@ -67,5 +67,5 @@ def test_a_chat_template_reaches_nothing_but_the_messages(template, tmp_path, mo
     tokenizer = copy.deepcopy(load_tokenizer(None, task=TASK, vocab_size=320))
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=r"the chat template in tokenizer\.path=chat fails"):
-        Encoder(TokenizerConfig(path="chat", vocab_size=320, chat_template=True), tokenizer)
+        Encoder(TokenizerConfig(path="chat", vocab_size=320, chat_template=True, digest=None), tokenizer)
     assert list(tmp_path.iterdir()) == []
