@@ -49,6 +49,7 @@ def test_a_run_leaves_one_directory_that_says_what_ran(pair):
     last = json.loads((job / "metrics.jsonl").read_text().splitlines()[-1])
     assert json.loads((job / "result.json").read_text()) == {
         "heldout_accuracy": last["heldout_accuracy"],
+        "heldout_accuracy_se": last["heldout_accuracy_se"],
         "host_bytes": last["asleep_backup_bytes"],
     }
     assert last["asleep_backup_bytes"] > 0

@@ -237,9 +237,7 @@ def test_shared_tags_are_among_what_would_fit():
 
 def test_gpu_memory_is_checked_on_a_gpu_only():
     config = limited(gpu_memory_gib=10.0)
-    message = (
-        r"GPU memory per rank, more than launch.gpu_memory_gib=10 \(train actor: 7\..* activations.*\)\. No memory"
-    )
+    message = r"more than launch.gpu_memory_gib=10 \(train actor: 7\..* activations.*\)\. No memory"
     with pytest.raises(ValueError, match=message):
         check(config)
     assert fits(limited(), footprint_of(config, vocab_size=VOCABULARY))

@@ -9,6 +9,7 @@ import torch
 from tests.helpers.engines import EOS, MODEL, ROLLOUT, VOCABULARY, Native, chain_weights, random_weights
 from tests.helpers.megatron_world import one_rank_world
 from tests.helpers.roles import make_role
+from trainer.megatron.build import named_tensors
 from trainer.memory.saver import NullSaver, make_saver
 from trainer.rollout.native.cache import KvCache, cache_of
 from trainer.rollout.native.engine import NativeEngine
@@ -200,9 +201,9 @@ def test_a_cache_too_small_for_one_row_is_refused():
 
 def test_nan_names_the_prompt(make_engine):
     engine = make_engine()
-    weights = random_weights(engine)
-    weights["model.embed_tokens.weight"][201] = torch.nan
-    engine.wake_up(weights.items())
+    engine.wake_up(random_weights(engine).items())
+    with torch.no_grad():
+        dict(named_tensors(engine._actor.chunks))["embedding.word_embeddings.weight"][201] = torch.nan
     with pytest.raises(RuntimeError, match=r"response 1 are NaN .* \[40, 201, 41\]"):
         engine.generate([[10, 11], [40, 201, 41], [12]], seed=1)
     engine.wake_up(random_weights(engine).items())
