@@ -64,7 +64,7 @@ def number_trials(config: DictConfig) -> None:
         return
     known = _trials(str(sweeper.study_name), str(storage))
     if known and f"'subdir': '{_JOB_NUMBER}'" in str(config.hydra.sweep):
-        config.hydra.overrides.hydra.append(f"hydra.sweep.subdir=${{trial_number:{_JOB_NUMBER},{known}}}")
+        config.hydra.overrides.hydra.append(f"hydra.sweep.subdir='${{trial_number:{_JOB_NUMBER},{known}}}'")
 
 
 def _trials(study: str, storage: str) -> int:
