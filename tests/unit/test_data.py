@@ -137,7 +137,7 @@ def test_the_same_sequences_make_a_minibatch_however_many_ranks_there_are(tokeni
 
 
 def test_scores_are_the_tasks(tokenizer):
-    prompts = prompts_of(tokenizer)
+    prompts = prompts_of(tokenizer, "reward=null")
     examples = list(TASK.train[:2])
     assert prompts.scores([examples[0].answer, "no idea"], examples, [INFO] * 2) == [1.0, 0.0]
     with pytest.raises(ValueError, match="zip"):
