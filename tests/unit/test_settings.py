@@ -30,6 +30,7 @@ def keys_with(plain: dict[str, Any], mark: Mark) -> set[str]:
 def test_what_has_which_mark(plain):
     outside = {f"launch.{key}" for key in ("node_rank", "rdzv_endpoint", "max_restarts")} | {"objective"}
     outside |= {"launch.host_memory_gib", "launch.gpu_memory_gib", "checkpoint.checksums", "tokenizer.path"}
+    outside |= {"offload.reserve_gib"}
     models = ("model", "roles.actor.model", "roles.critic.model")
     outside |= {f"{model}.{key}" for model in models for key in ("path", "check_finite")}
     assert keys_with(plain, Mark.OUTSIDE) == outside == set(dict(leaves(plain))) - set(dict(leaves(decisive(plain))))
