@@ -80,7 +80,7 @@ def test_resumed_is_unbroken(nproc, tmp_path):
     assert [record["step"] for record in expected] == [0, 1, 2, 3]
     assert all(record["critic/grad_norm"] > 0 for record in expected[1:])
     assert all(record["actor/grad_norm"] > 0 for record in expected[2:])
-    assert len({record["kl_coef"] for record in expected[1:]}) == 3
+    assert len({record["kl_coef"] for record in expected[1:]}) == 2  # it rests while only the critic trains
     assert len({record["critic/lr"] for record in expected[1:]}) == 3
     for case in (*unbroken, *resumed):
         first = int(case.name[-1]) + 1 if case.resume_from else 0
