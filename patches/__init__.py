@@ -36,11 +36,10 @@ def apply(*names: str) -> list[str]:
     """
     lines = []
     for patch in _ordered([get(name) for name in names]):
-        late = [name for name in _in_force if patch.name in get(name).after]
-        if late and not patch.applied:
-            raise RuntimeError(f"the patch {patch.name} must be applied before {', '.join(late)}")
-        patch.apply()
         if patch.name not in _in_force:
+            if late := [name for name in _in_force if patch.name in get(name).after]:
+                raise RuntimeError(f"the patch {patch.name} must be applied before {', '.join(late)}")
+            patch.apply()
             _in_force.append(patch.name)
         lines.append(f"{patch.name}: {patch.why} ({patch.target})")
     return lines

@@ -139,8 +139,7 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
         record |= phases.end_step()
         _report(outputs, record)
         for name in run.learners:
-            optimizer_steps = settings.epochs * settings.minibatches
-            require_progress((last, record), name, optimizer_steps=optimizer_steps)
+            require_progress((last, record), name, optimizer_steps=settings.epochs * settings.minibatches)
         if saver.save_if_due(record, kl_coef=kl_coef):
             break
     return record

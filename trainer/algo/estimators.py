@@ -93,8 +93,33 @@ def _check_unit_interval(name: str, value: float) -> None:
         raise ValueError(f"advantages.{name}={value}: must be between 0 and 1")
 
 
+class _OfCritic(AdvantageEstimator):
+    """An estimator by GAE: of a critic's values, with a discount and perhaps their end of a truncated response."""
+
+    gamma: float
+    bootstrap_truncated: bool
+
+    @property
+    def needs_critic(self) -> bool:
+        return True
+
+    def _gae(self, experience: ScoredResponses, *, lam: float | Tensor) -> tuple[Tensor, Tensor]:
+        """(advantages, returns), each [n, s], under a lambda."""
+        assert experience.values is not None
+        assert experience.last_values is not None
+        bootstrap = experience.truncated & self.bootstrap_truncated
+        return gae(
+            experience.rewards,
+            values=experience.values,
+            response_mask=experience.response_mask,
+            terminal_values=torch.where(bootstrap, experience.last_values, 0.0),
+            gamma=self.gamma,
+            lam=lam,
+        )
+
+
 @dataclass(frozen=True)
-class Gae(AdvantageEstimator):
+class Gae(_OfCritic):
     """Generalized advantage estimation (arXiv:1506.02438), for PPO: see :func:`trainer.algo.advantages.gae`.
 
     Fields:
@@ -106,20 +131,16 @@ class Gae(AdvantageEstimator):
     lam: float
     bootstrap_truncated: bool
 
-    @property
-    def needs_critic(self) -> bool:
-        return True
-
     def validate(self) -> None:
         _check_unit_interval("gamma", self.gamma)
         _check_unit_interval("lam", self.lam)
 
     def estimate(self, experience: ScoredResponses) -> Estimate:
-        return Estimate(*_gae(experience, self, lam=self.lam))
+        return Estimate(*self._gae(experience, lam=self.lam))
 
 
 @dataclass(frozen=True)
-class DecoupledGae(AdvantageEstimator):
+class DecoupledGae(_OfCritic):
     """GAE whose returns have a lambda of their own (Yuan et al. 2025, VC-PPO, arXiv:2503.01491, section 3.2): the
     critic can learn unbiased returns (``critic_lam=1``) while advantages keep the lower variance of a smaller lambda.
 
@@ -134,22 +155,18 @@ class DecoupledGae(AdvantageEstimator):
     critic_lam: float
     bootstrap_truncated: bool
 
-    @property
-    def needs_critic(self) -> bool:
-        return True
-
     def validate(self) -> None:
         for name in ("gamma", "lam", "critic_lam"):
             _check_unit_interval(name, getattr(self, name))
 
     def estimate(self, experience: ScoredResponses) -> Estimate:
-        advantages, _ = _gae(experience, self, lam=self.lam)
-        _, returns = _gae(experience, self, lam=self.critic_lam)
+        advantages, _ = self._gae(experience, lam=self.lam)
+        _, returns = self._gae(experience, lam=self.critic_lam)
         return Estimate(advantages, returns)
 
 
 @dataclass(frozen=True)
-class Vapo(AdvantageEstimator):
+class Vapo(_OfCritic):
     """Length-adaptive GAE (Yue et al. 2025, VAPO, arXiv:2504.05118, section 4.2): of a response of l tokens
 
         lambda = 1 - 1 / (alpha l), at least 0
@@ -168,10 +185,6 @@ class Vapo(AdvantageEstimator):
     critic_lam: float
     bootstrap_truncated: bool
 
-    @property
-    def needs_critic(self) -> bool:
-        return True
-
     def validate(self) -> None:
         for name in ("gamma", "critic_lam"):
             _check_unit_interval(name, getattr(self, name))
@@ -180,26 +193,9 @@ class Vapo(AdvantageEstimator):
 
     def estimate(self, experience: ScoredResponses) -> Estimate:
         tokens = experience.response_mask.sum(1).clamp(min=1)
-        advantages, _ = _gae(experience, self, lam=(1 - 1 / (self.alpha * tokens)).clamp(min=0.0))
-        _, returns = _gae(experience, self, lam=self.critic_lam)
+        advantages, _ = self._gae(experience, lam=(1 - 1 / (self.alpha * tokens)).clamp(min=0.0))
+        _, returns = self._gae(experience, lam=self.critic_lam)
         return Estimate(advantages, returns)
-
-
-def _gae(
-    experience: ScoredResponses, settings: Gae | DecoupledGae | Vapo, *, lam: float | Tensor
-) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), each [n, s], under a lambda."""
-    assert experience.values is not None
-    assert experience.last_values is not None
-    bootstrap = experience.truncated & settings.bootstrap_truncated
-    return gae(
-        experience.rewards,
-        values=experience.values,
-        response_mask=experience.response_mask,
-        terminal_values=torch.where(bootstrap, experience.last_values, 0.0),
-        gamma=settings.gamma,
-        lam=lam,
-    )
 
 
 @dataclass(frozen=True)

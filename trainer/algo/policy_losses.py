@@ -95,14 +95,23 @@ def _check_at_least(smallest: float, **fields: float) -> None:
             raise ValueError(f"policy_loss.{name}={value}: must be a finite number, at least {smallest:g}")
 
 
-def _check_interval(**fields: float) -> None:
-    for name, value in fields.items():
-        if not 0 <= value <= 1:
-            raise ValueError(f"policy_loss.{name}={value}: must be between 0 and 1")
+@dataclass(frozen=True)
+class _Clipping(PolicyLoss):
+    """Bounds of a ratio, which each loss says the use of."""
+
+    clip_low: float
+    clip_high: float
+    log_ratio_clamp: float
+
+    def validate(self) -> None:
+        if not 0 <= self.clip_low <= 1:
+            raise ValueError(f"policy_loss.clip_low={self.clip_low}: must be between 0 and 1")
+        _check_at_least(0, clip_high=self.clip_high)
+        _check_clamp(self.log_ratio_clamp)
 
 
 @dataclass(frozen=True)
-class Ppo(PolicyLoss):
+class Ppo(_Clipping):
     """PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347 eq. 7), with two bounds as in DAPO
     (arXiv:2503.14476 section 3.1):
 
@@ -114,15 +123,10 @@ class Ppo(PolicyLoss):
         log_ratio_clamp: bound on abs(log r), so that exp cannot overflow; beyond it the gradient is 0.
     """
 
-    clip_low: float
-    clip_high: float
     dual_clip: float | None
-    log_ratio_clamp: float
 
     def validate(self) -> None:
-        _check_interval(clip_low=self.clip_low)
-        _check_at_least(0, clip_high=self.clip_high)
-        _check_clamp(self.log_ratio_clamp)
+        super().validate()
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             raise ValueError(
                 f"policy_loss.dual_clip={self.dual_clip}: must be greater than 1, or null for no dual clip"
@@ -143,7 +147,7 @@ class Ppo(PolicyLoss):
 
 
 @dataclass(frozen=True)
-class Gspo(PolicyLoss):
+class Gspo(_Clipping):
     """Group Sequence Policy Optimization (Zheng et al. 2025, arXiv:2507.18071): PPO's clipping of a ratio that all
     tokens of a response share, the geometric mean of theirs,
 
@@ -157,15 +161,6 @@ class Gspo(PolicyLoss):
         log_ratio_clamp: bound on abs(log s).
     """
 
-    clip_low: float
-    clip_high: float
-    log_ratio_clamp: float
-
-    def validate(self) -> None:
-        _check_interval(clip_low=self.clip_low)
-        _check_at_least(0, clip_high=self.clip_high)
-        _check_clamp(self.log_ratio_clamp)
-
     def compute(self, log_probs: Tensor, tokens: PolicyTokens) -> tuple[Tensor, Stats]:
         mask, drift, advantages = tokens.response_mask, tokens.drift(log_probs), tokens.clean_advantages()
         shared = divide_or_zero(drift.sum(1), tokens.token_counts)[:, None].detach()
@@ -177,7 +172,7 @@ class Gspo(PolicyLoss):
 
 
 @dataclass(frozen=True)
-class Cispo(PolicyLoss):
+class Cispo(_Clipping):
     """Clipped importance sampling (MiniMax-M1, arXiv:2506.13585 eqs. 4 and 5): REINFORCE whose weight is clipped, so
     that no token loses its gradient,
 
@@ -189,15 +184,6 @@ class Cispo(PolicyLoss):
 
     Its clip fractions count weights that were changed.
     """
-
-    clip_low: float
-    clip_high: float
-    log_ratio_clamp: float
-
-    def validate(self) -> None:
-        _check_interval(clip_low=self.clip_low)
-        _check_at_least(0, clip_high=self.clip_high)
-        _check_clamp(self.log_ratio_clamp)
 
     def compute(self, log_probs: Tensor, tokens: PolicyTokens) -> tuple[Tensor, Stats]:
         mask, drift, advantages = tokens.response_mask, tokens.drift(log_probs), tokens.clean_advantages()

@@ -247,7 +247,7 @@ def policy_loss(
         parts = {"policy_loss": per_token}
         if settings.entropy_coef:
             parts["entropy_loss"] = -settings.entropy_coef * zero_padding(entropy, mask=mask)
-        observed = {"entropy": entropy, "rollout_log_prob_gap": (token_log_probs - batch.engine_log_probs).abs()}
+        observed = {}
         if kl.placement == "loss" and batch.ref_log_probs is not None:
             observed["kl"] = kl_estimate(
                 token_log_probs,
@@ -258,6 +258,8 @@ def policy_loss(
             )
             parts["kl_loss"] = kl_coef * observed["kl"]
         if old_log_probs is None:
+            gap = (token_log_probs - batch.engine_log_probs).abs()
+            observed |= {"entropy": entropy, "rollout_log_prob_gap": gap}
             stats |= {name: masked_sum(x.detach().double(), mask=mask) for name, x in observed.items()}
         how = {"mode": settings.loss_aggregation, "fixed_length": settings.loss_length}
         summed = {name: losses.aggregate(part, mask=mask, **how) for name, part in parts.items()}
