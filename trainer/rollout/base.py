@@ -74,15 +74,15 @@ class RolloutEngine(Protocol):
 
     def awake(self) -> AbstractContextManager[None]:
         """:meth:`generate` works inside; after it, the engine is asleep unless a schedule lets it stay awake for now,
-        and what it holds is lost either way. Communicators may be gone inside (see
-        :mod:`patches.reloadable_groups`) where the engine needs none."""
+        and what it holds is lost either way."""
         ...
 
     def generate(
         self, prompts: list[list[int]], *, seed: int, numbers: Sequence[int] | None = None, greedy: bool = False
     ) -> Responses:
         """One response per prompt; no prompts, no responses. Equal weights, prompts, numbers and seed give equal
-        responses, whatever ran before.
+        responses, whatever ran before. Communicators may be gone meanwhile (see :mod:`patches.reloadable_groups`)
+        where the engine needs none.
 
         Args:
             numbers: of the responses among those of all ranks, so that each has draws of its own; None: 0 to n - 1.

@@ -87,10 +87,9 @@ class HfEngine:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Rollouts happen inside, without any communicator; without weights, and as a rule asleep, after."""
+        """Rollouts happen inside; without weights, and as a rule asleep, after."""
         try:
-            with process_groups_destroyed():
-                yield
+            yield
         finally:
             self._is_loaded = False
             self._saver.turns.done(self)
@@ -180,7 +179,8 @@ class HfEngine:
         padded = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts]).to(device)
         is_prompt = torch.arange(width, device=device) >= padding[:, None]
         seed = seed_for(seed, "rows", rank=numbers[0] if numbers else 0)
-        sequences, recorded = self._sample(padded, is_prompt, seed=seed, greedy=greedy)
+        with process_groups_destroyed():
+            sequences, recorded = self._sample(padded, is_prompt, seed=seed, greedy=greedy)
 
         drawn = sequences[:, width:]
         ended = torch.isin(drawn, torch.tensor(self._ends, device=device)).cumsum(dim=1) > 0

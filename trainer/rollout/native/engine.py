@@ -103,13 +103,11 @@ class NativeEngine:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Rollouts happen inside, the actor awake; as a rule both sleep after. Without communicators, where none is
-        needed."""
+        """Rollouts happen inside, the actor awake; as a rule both sleep after."""
         with self._actor.awake(kinds=FORWARD):
             try:
                 self.wake_up()
-                with nullcontext() if self._is_collective else process_groups_destroyed():
-                    yield
+                yield
             finally:
                 self._is_ready = False
                 self._saver.turns.done(self)
@@ -203,7 +201,8 @@ class NativeEngine:
                 raise
             return results
 
-        results = self._saver.turns.repeated(draw, is_collective=self._is_collective)
+        with nullcontext() if self._is_collective else process_groups_destroyed():
+            results = self._saver.turns.repeated(draw, is_collective=self._is_collective)
         results.check_finite(prompts)
         limit = rollout.max_prompt_tokens + rollout.max_new_tokens
         pad: int = self._tokenizer.pad_token_id  # type: ignore[assignment]
