@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 from tokenizers import processors
@@ -97,6 +98,22 @@ def test_a_template_without_use_is_refused(tokenizer, template, message):
     unsplit.split_special_tokens = False  # as a folder's tokenizer reads them out of text
     with pytest.raises(ValueError, match=message):
         chat(unsplit, template)
+
+
+def test_a_template_that_ends_a_prompt_with_another_end_of_the_model_is_refused(tokenizer, tmp_path):
+    """``<bos>`` stands for the ``<|eot_id|>`` that a chat model's generation_config.json adds to the ends."""
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
+    config = config_of()
+    actor = config.roles["actor"]
+    actor = dataclasses.replace(actor, model=dataclasses.replace(actor.model, path=str(tmp_path)))
+    config = dataclasses.replace(config, tokenizer=CHAT, roles={**config.roles, "actor": actor})
+    chatting = copy.deepcopy(tokenizer)
+    chatting.split_special_tokens = False
+    chatting.chat_template = TURN + "{{ bos_token }}"
+    with pytest.raises(ValueError, match=r"ends a prompt as a finished text .with token 1."):
+        Encoder.of(config, chatting)
+    chatting.chat_template += GENERATE
+    assert Encoder.of(config, chatting).questions(["1"])
 
 
 @pytest.mark.parametrize("most", [3, 4, 7])

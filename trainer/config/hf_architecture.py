@@ -54,6 +54,7 @@ _SIZES = {  # theirs -> ours
 }
 _DIGEST_DIGITS = 32
 _OF_THE_WRITER = ("_name_or_path", "transformers_version")  # no part of a model
+GENERATION_FILE = "generation_config.json"
 
 
 def _size(setting: str) -> Kind:
@@ -77,7 +78,8 @@ def architecture_of(folder: str) -> dict[str, Any]:
 
     A float16 checkpoint (or one that does not say) is a ``fp32`` model, which loses nothing. Embeddings are tied only
     if the weights have no vocabulary projection that differs from the embedding, whatever config.json says. The
-    ``digest`` is that of config.json and of the weights' headers, sizes and samples, not of where they lie.
+    ``digest`` is that of config.json, of the weights' headers, sizes and samples, and of the tokens that
+    generation_config.json ends a response with, not of where they lie.
 
     Raises:
         ValueError: there is no config.json, it is damaged, or it asks for something that a GPT of ours cannot compute;
@@ -154,7 +156,15 @@ def _rope_fields(rope: dict[str, Any]) -> dict[str, Kind]:
 def _digest(folder: str, values: dict[str, Any]) -> str:
     said = {key: value for key, value in values.items() if key not in _OF_THE_WRITER}
     weights = SafetensorsFolder(Path(folder)).digest() if has_weights(Path(folder)) else None
-    return hashlib.sha256(json.dumps([said, weights], sort_keys=True).encode()).hexdigest()[:_DIGEST_DIGITS]
+    file = Path(folder, GENERATION_FILE)
+    ends = _listed(read_json(file, advice=COPY_AGAIN).get("eos_token_id") if file.exists() else None)
+    further = [end for end in ends if end not in _listed(values.get("eos_token_id"))]
+    known = [said, weights, *([further] if further else [])]
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:_DIGEST_DIGITS]
+
+
+def _listed(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [] if given is None else [given]
 
 
 def _has_own_head(folder: str) -> bool:

@@ -8,13 +8,14 @@ prompt; a template that asks for the date gets ``TEMPLATE_DATE``, so that prompt
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import date
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from trainer.config.schema import TokenizerConfig
+from trainer.config.schema import Config, TokenizerConfig
+from trainer.models.generation import end_token_ids
 from trainer.tasks.tokenizer import EOS
 
 if TYPE_CHECKING:
@@ -31,13 +32,16 @@ class Encoder:
 
     Args:
         tokenizer: of :func:`trainer.tasks.tokenizer.load_tokenizer`, or a bare one that was trained on the task.
+        ends: tokens that end a response beside the tokenizer's own (:func:`trainer.models.generation.end_token_ids`).
 
     Raises:
         ValueError: a chat template is asked for, and the tokenizer has none, or one whose prompts differ from time to
             time or end as a finished text does.
     """
 
-    def __init__(self, config: TokenizerConfig, tokenizer: PreTrainedTokenizerFast | Tokenizer) -> None:
+    def __init__(
+        self, config: TokenizerConfig, tokenizer: PreTrainedTokenizerFast | Tokenizer, *, ends: Collection[int] = ()
+    ) -> None:
         self._path, self._template, self._chat = config.path, None, None
         if isinstance(tokenizer, Tokenizer):
             self._backend, eos = tokenizer, tokenizer.token_to_id(EOS)
@@ -45,7 +49,7 @@ class Encoder:
             self._backend, eos = tokenizer.backend_tokenizer, tokenizer.eos_token_id
             self._backend.encode_special_tokens = tokenizer.split_special_tokens
         assert isinstance(eos, int), eos
-        self._eos = eos
+        self._eos, self._ends = eos, {eos, *ends}
         self._backend.no_truncation()
         self._backend.no_padding()
         of_the_tokenizer = self._backend.encode("a").special_tokens_mask[::-1]
@@ -54,6 +58,16 @@ class Encoder:
             assert not isinstance(tokenizer, Tokenizer)
             self._chat, self._template = tokenizer, self._dated_template(tokenizer)
             self._check_template()
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: PreTrainedTokenizerFast | Tokenizer) -> Encoder:
+        """The run's, in the parent and in the workers."""
+        bare = isinstance(tokenizer, Tokenizer)
+        return cls(
+            config.tokenizer,
+            tokenizer,
+            ends=() if bare else end_token_ids(config.roles["actor"].model, tokenizer),
+        )
 
     def questions(self, texts: Iterable[str]) -> list[list[int]]:
         """Each question as a prompt."""
@@ -119,8 +133,9 @@ class Encoder:
         where = f"the chat template in tokenizer.path={self._path}"
         if len({self._turn("2 + 2") for _ in range(_RENDERINGS)}) > 1:
             raise ValueError(f"{where} gives another prompt each time: take what it draws at random out of it")
-        if self.questions(["2 + 2"])[0][-1] == self._eos:
+        last = self.questions(["2 + 2"])[0][-1]
+        if last in self._ends:
             raise ValueError(
-                f"{where} ends a prompt as a finished text (with token {self._eos}), after which nothing follows: it "
-                "needs a generation prompt ({% if add_generation_prompt %}...)"
+                f"{where} ends a prompt as a finished text (with token {last}), after which nothing follows: it needs "
+                "a generation prompt ({% if add_generation_prompt %}...)"
             )

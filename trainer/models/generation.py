@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.common.json_files import COPY_AGAIN, Kind, read_json
+from trainer.config.hf_architecture import GENERATION_FILE
 from trainer.config.schema import ModelConfig
 from trainer.tasks.tokenizer import vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-GENERATION_FILE = "generation_config.json"
 _FIELDS = {
     "eos_token_id": Kind(
         "a token id, a list of them, or null",

@@ -17,8 +17,9 @@ from transformers import GenerationConfig
 from trainer.common.files import naming
 from trainer.common.json_files import COPY_AGAIN, read_json
 from trainer.common.safetensors_folder import INDEX_FILE, WEIGHTS_FILE
+from trainer.config.hf_architecture import GENERATION_FILE
 from trainer.config.schema import ModelConfig
-from trainer.models.generation import GENERATION_FILE, generation_settings, vocabulary_settings
+from trainer.models.generation import generation_settings, vocabulary_settings
 from trainer.models.hf_bridge import hf_config, to_hf
 
 if TYPE_CHECKING:
