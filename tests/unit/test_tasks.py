@@ -195,6 +195,19 @@ def test_chain_sum_neighbouring_seeds_share_no_shifted_questions():
     assert same < 20  # one in 200 by chance; all but one if the seed were handed on as it is
 
 
+def test_reasoning_gym_questions_do_not_follow_pythons_own_generator():
+    """Of list_functions some draw from it."""
+
+    def questions(seed):
+        random.seed(seed)
+        task = load("reasoning_gym", dataset="list_functions", heldout_size=4)
+        found = [task.train[position].question for position in range(60)]
+        assert random.random() == random.Random(seed).random()  # nobody else's draws change
+        return found
+
+    assert questions(1) == questions(2)
+
+
 def test_reasoning_gym_threshold_keeps_partial_credit_or_not():
     strict = load("reasoning_gym", dataset="caesar_cipher")
     partial = dataclasses.replace(strict, threshold=0.3)

@@ -45,7 +45,7 @@ class _Without(Sequence[Example]):
             return tuple(self[position] for position in range(len(self))[index])
         first = range(len(self))[index]
         for position in (*range(first, len(self)), *range(first)):
-            item = self.dataset[position]
+            item = _item(self.dataset, position)
             if item["question"] not in self.excluded:
                 return _example(item)
         raise ValueError(
@@ -85,7 +85,7 @@ class ReasoningGymTask(Task):
         examples: dict[str, Example] = {}
         drawn, newest = self._datasets["heldout"], 0
         for index in range(len(drawn)):
-            example = _example(drawn[index])
+            example = _example(_item(drawn, index))
             newest = newest if example.question in examples else index
             examples.setdefault(example.question, example)
             if len(examples) == self.heldout_size:
@@ -121,7 +121,7 @@ class ReasoningGymTask(Task):
             except ValueError as error:
                 raise ValueError(f"{error} (or task.verifier={OWN_SCORER})") from error
         for index in range(min(_PROBES, self.train_size)):
-            self._check_scorer(_example(self._datasets["train"][index]))
+            self._check_scorer(_example(_item(self._datasets["train"], index)))
 
     def _check_scorer(self, example: Example) -> None:
         if self.verifier != OWN_SCORER and self.verifier not in VERIFIERS:
@@ -164,6 +164,17 @@ class ReasoningGymTask(Task):
                     f"task.train_size={self.train_size}, task.heldout_size={self.heldout_size}: {error}"
                 ) from error
         return datasets
+
+
+def _item(dataset: ProceduralDataset, position: int) -> dict[str, Any]:
+    """A function of seed and position alone, also where the dataset (list_functions) draws from the generator that all
+    of Python shares."""
+    before = random.getstate()
+    random.seed(f"{dataset.seed}/{position}")
+    try:
+        return dataset[position]
+    finally:
+        random.setstate(before)
 
 
 def _example(item: Mapping[str, Any]) -> Example:
