@@ -41,7 +41,7 @@ from trainer.training import step
 from trainer.training.balance import Exchange
 from trainer.training.drawing import draw
 from trainer.training.experience import Credit, Judgement, experience_of
-from trainer.training.finite import require_finite_loss, require_progress
+from trainer.training.finite import require_finite, require_finite_loss, require_progress
 from trainer.training.micro_batches import Split
 
 REFERENCE_PHASE, LOG_PROBS_PHASE = "ref_log_probs", "log_probs"
@@ -213,6 +213,7 @@ def collect(run: Run, number: int, *, kl_coef: float) -> tuple[dict[str, float],
     for phase, judge in run.judges.items():
         with phases.phase(phase, step=number), judge.awake(kinds=FORWARD):
             batch = batch.paid(exchange.back(step.final_values(judge, moved, split=split)))
+            require_finite(batch.scores, source=f"the {judge.name}", when=f"step {number}, {phase}")
     log_probs = _log_probs(run, moved, number)
     values = None
     if critic:

@@ -12,6 +12,7 @@ from tests.helpers.roles import fresh_saver, small_config, weights_of
 from trainer import loop, worker
 from trainer.measure.phases import Phases
 from trainer.roles.role import FORWARD
+from trainer.training.finite import NotFinite
 
 pytestmark = pytest.mark.usefixtures("saver")
 
@@ -61,6 +62,16 @@ def test_its_values_of_whole_responses_are_what_they_are_paid(folder, algo):
         expected = judge(experience.tokens[row : row + 1, :length]).logits.item()
         assert experience.scores[row].item() == pytest.approx(expected, rel=1e-4, abs=1e-4)
     assert experience.scores.std() > 0.1
+
+
+def test_scores_that_are_not_finite_end_the_run(folder, tmp_path):
+    """Its weights are finite, and overflow."""
+    judge = LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    judge.score.weight.data.fill_(3e38)
+    judge.save_pretrained(tmp_path)
+    run = build(config_with(tmp_path, "algo=grpo", "algo.kl.coef=0"), [])
+    with pytest.raises(NotFinite, match=r"step 1, reward_scores: the reward gave \d+ numbers that are NaN or infinite"):
+        loop.collect(run, 1, kl_coef=0.0)
 
 
 def test_it_sleeps_but_for_its_phase_and_never_changes(folder):

@@ -17,6 +17,7 @@ from trainer.config.schema import AlgoConfig
 from trainer.data.batch import Experience, RolloutBatch
 from trainer.megatron.groups import agreed, data_parallel_group
 from trainer.rollout.base import Responses
+from trainer.training import finite
 
 
 def agreed_responses(responses: Responses) -> Responses:
@@ -72,6 +73,7 @@ def experience_of(
 
     Raises:
         ValueError: the estimator gave something of another shape, or no returns for the critic.
+        NotFinite: of finite numbers the estimator, or the correction, made such that are not.
     """
     mask, values = drawn.response_mask, judged.values
     kl = None
@@ -107,7 +109,7 @@ def experience_of(
                 last_values=None if values is None else drawn.at_the_end(values),
             )
         )
-    _check_estimate(estimate, credit.estimator, mask)
+    _check_estimate(estimate, credit.estimator, mask, given=(rewards, values))
     advantages = estimate.advantages
     if settings.whiten_advantages:
         advantages = whiten(advantages, mask=mask, group=data_parallel_group())
@@ -115,8 +117,10 @@ def experience_of(
         advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
     weights = None
     if judged.old_log_probs is not None:
-        weights = credit.correction.weights(judged.old_log_probs - drawn.engine_log_probs, response_mask=mask)
+        log_ratio = judged.old_log_probs - drawn.engine_log_probs
+        weights = credit.correction.weights(log_ratio, response_mask=mask)
     if weights is not None:
+        _require_finite(weights, mask, given=(log_ratio,), source=_named("mismatch", credit.correction))
         advantages = advantages * weights
     if settings.overlong.mask:
         advantages = advantages.masked_fill(drawn.truncated[:, None], 0.0)
@@ -134,11 +138,25 @@ def experience_of(
     )
 
 
-def _check_estimate(estimate: Estimate, estimator: AdvantageEstimator, mask: Tensor) -> None:
+def _check_estimate(
+    estimate: Estimate, estimator: AdvantageEstimator, mask: Tensor, *, given: Sequence[Tensor | None]
+) -> None:
+    source = _named("advantages", estimator)
     wanted = {"advantages": estimate.advantages, **({"returns": estimate.returns} if estimator.needs_critic else {})}
     for name, tensor in wanted.items():
         if tensor is None or tensor.shape != mask.shape:
             raise ValueError(
-                f"advantages._target_={type(estimator).__module__}.{type(estimator).__qualname__} gave {name} of shape "
-                f"{None if tensor is None else tuple(tensor.shape)}, must be {tuple(mask.shape)} as the response mask"
+                f"{source} gave {name} of shape {None if tensor is None else tuple(tensor.shape)}, must be "
+                f"{tuple(mask.shape)} as the response mask"
             )
+        _require_finite(tensor, mask, given=given, source=source)
+
+
+def _require_finite(made: Tensor, mask: Tensor, *, given: Sequence[Tensor | None], source: str) -> None:
+    """What a piece made of the response tokens is finite. Where it was given what is not, the loss tells of that."""
+    is_sound = all(bool(tensor.isfinite().all()) for tensor in given if tensor is not None)
+    finite.require_finite(made[mask] if is_sound else made[:0], source=source, when="advantages")
+
+
+def _named(section: str, piece: object) -> str:
+    return f"{section}._target_={type(piece).__module__}.{type(piece).__qualname__}"

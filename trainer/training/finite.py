@@ -1,11 +1,15 @@
-"""When training stops being any: losses that are not finite, and optimizer steps that are all skipped."""
+"""When training stops being any: scores, advantages or losses that are not finite, and optimizer steps that are all
+skipped."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
 from trainer.data.batch import SequencesT
+from trainer.megatron.groups import sum_over_ranks
 from trainer.roles.role import Role
 from trainer.training import step
 from trainer.training.micro_batches import Split
@@ -35,6 +39,14 @@ def require_finite_loss(
         return
     found = step.first_not_finite(role, minibatch, loss, split=split)
     raise NotFinite(f"{when}: the loss of every minibatch is NaN or infinite. The first that is not finite: {found}")
+
+
+def require_finite(numbers: Tensor, *, source: str, when: str) -> None:
+    """Raise NotFinite on every rank if ``numbers``, which ``source`` gave, hold NaN or infinity on one of them.
+    Collective over the data-parallel ranks."""
+    count = sum_over_ranks({"": (~numbers.isfinite()).sum()})[""]
+    if count:
+        raise NotFinite(f"{when}: {source} gave {count:.0f} numbers that are NaN or infinite")
 
 
 def require_progress(records: Sequence[Mapping[str, float]], role: str, *, optimizer_steps: int) -> None:
