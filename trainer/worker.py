@@ -92,7 +92,12 @@ def run(job: Job) -> dict[str, Any]:
         traces = StepTraces(job.config.diagnostics.profile_steps, job.directory / FOLDER, note=note)
         outputs = replace(outputs, traces=traces)
         checkpoints = Checkpoints(
-            job.config, job.directory, resume_from=job.resume_from, tokenizer=parts.prompts.tokenizer, note=note
+            job.config,
+            job.directory,
+            resume_from=job.resume_from,
+            tokenizer=parts.prompts.tokenizer,
+            questions=parts.prompts.digest,
+            note=note,
         )
         with checkpoints.finishing():
             result = train(parts, outputs, checkpoints=checkpoints)

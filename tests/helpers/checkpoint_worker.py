@@ -64,6 +64,7 @@ def _run(case: Case) -> dict[str, Any]:
         case.directory,
         resume_from=case.resume_from,
         tokenizer=run.prompts.tokenizer,
+        questions=run.prompts.digest,
         note=notes.append,
     )
     if case.copy_only:

@@ -56,6 +56,7 @@ def save(
     record=None,
     roles=ROLES,
     actor_tags=("ref",),
+    questions="abc",
 ) -> Path:
     """A checkpoint with a file of ten bytes for every role, and an empty description."""
     temporary = folder.begin(run / "checkpoints", step)
@@ -69,6 +70,7 @@ def save(
         tags={"actor": list(actor_tags), "critic": []},
         record=record or {"step": step, "reward": 0.1 + 0.2},
         config=to_plain(config) if config else {},
+        questions=questions,
         files=saved,
     )
     return folder.commit(temporary, manifest, keep_last=keep_last, keep_best=keep_best)

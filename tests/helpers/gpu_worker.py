@@ -80,7 +80,8 @@ def paths(run: Any, directory: Path) -> dict[str, Any]:
     from trainer.checkpoint.state import Checkpoints
     from trainer.loop import Outputs, train
 
-    checkpoints = Checkpoints(run.config, directory, resume_from=None, tokenizer=run.prompts.tokenizer, note=print)
+    of_prompts = {"tokenizer": run.prompts.tokenizer, "questions": run.prompts.digest}
+    checkpoints = Checkpoints(run.config, directory, resume_from=None, **of_prompts, note=print)
     train(run, Outputs(None, None, None), checkpoints=checkpoints)
     used = {f"step {step}, {name}": size for (step, name), size in run.phases.used_bytes.items() if step >= 2}
     with run.critic.awake():

@@ -230,6 +230,7 @@ def test_bytes_that_changed_are_found_before_a_run_goes_on(tmp_path):
         ({"tags": {}}, r"has no tags\.actor, though it has optimizer_steps of the actor"),
         ({"record": {"step": 2, "reward": float("nan")}}, r"has record\.reward=NaN, must be a finite number"),
         ({"config": []}, r"has config=\[\], must be an object"),
+        ({"questions": None}, "has questions=null, must be text"),
         ({"more": 1}, "has the field more, which is of another version"),
     ],
 )
@@ -289,6 +290,22 @@ def test_what_weights_do_not_depend_on_may_change(tmp_path):
     overrides = ("memory=rebuild", "launch.nproc=2", "algo.num_steps=9", "roles.actor.optimizer.lr=1e-3")
     config = config_of(*SMALL, *overrides, f"resume={checkpoint}")
     assert folder.starting_point(config, tmp_path / "new") == checkpoint
+
+
+def test_other_questions_under_the_same_settings_are_refused(tmp_path):
+    """A tokenizer of its own does not depend on them: with other settings of the task a run may go on."""
+    model = model_folder(tmp_path / "model")
+    for file in ("sums.jsonl", "more.jsonl"):
+        (tmp_path / file).write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    task = ("task=jsonl", f"task.path={tmp_path}/sums.jsonl")
+    trained, given = config_of(*SMALL, *task), of_model(model, *task)
+    for name, config in (("trained", trained), ("given", given)):
+        save(tmp_path / name, 1, config=config, questions="abc")
+        assert folder.starting_point(config, tmp_path / name, questions="abc") is not None
+        with pytest.raises(ValueError, match="was saved with other questions than this task has now"):
+            folder.starting_point(config, tmp_path / name, questions="def")
+    other = of_model(model, "task=jsonl", f"task.path={tmp_path}/more.jsonl", f"resume={tmp_path}/given")
+    assert folder.starting_point(other, tmp_path / "new", questions="def") is not None
 
 
 def test_a_directory_belongs_to_one_job_however_it_goes_on(tmp_path):
@@ -365,7 +382,7 @@ def test_a_model_is_known_by_its_content_wherever_it_lies(tmp_path, monkeypatch)
     assert folder.starting_point(of_model(moved), tmp_path / "run") == checkpoint
 
 
-@pytest.mark.parametrize("change", ["weights", "config", "tokenizer", "template"])
+@pytest.mark.parametrize("change", ["weights", "config", "ends", "tokenizer", "template"])
 def test_another_model_of_the_same_sizes_in_the_same_place_is_refused(change, tmp_path):
     model = model_folder(tmp_path / "model")
     checkpoint = save(tmp_path / "run", 1, config=of_model(model))
@@ -378,9 +395,10 @@ def test_another_model_of_the_same_sizes_in_the_same_place_is_refused(change, tm
     elif change == "template":
         (model / "chat_template.jinja").write_text("{{ messages }}")
     else:
-        file = model / {"config": "config.json", "tokenizer": "tokenizer_config.json"}[change]
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"more": 1}))
-    section = "roles.actor.model" if change in ("weights", "config") else "tokenizer"
+        name = {"config": "config.json", "ends": "generation_config.json", "tokenizer": "tokenizer_config.json"}[change]
+        added = {"eos_token_id": [2, 19]} if change == "ends" else {"more": 1}
+        (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | added))
+    section = "tokenizer" if change in ("tokenizer", "template") else "roles.actor.model"
     with pytest.raises(
         ValueError, match=rf"does not fit this config: .*{section}\.path has other content than what was"
     ):

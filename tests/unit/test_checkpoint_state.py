@@ -53,7 +53,7 @@ def tokenizer():
 def checkpoints(run, *overrides, resume_from=None):
     notes = []
     config = small_config("checkpoint.every_steps=1", *overrides)
-    made = Checkpoints(config, run, resume_from=resume_from, tokenizer=tokenizer(), note=notes.append)
+    made = Checkpoints(config, run, resume_from=resume_from, tokenizer=tokenizer(), questions="", note=notes.append)
     return made, notes
 
 

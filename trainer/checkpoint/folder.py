@@ -138,14 +138,18 @@ def read(checkpoint: Path, *, checksums: bool = False) -> Manifest:
     raise ValueError(f"the checkpoint {checkpoint} cannot be used: {fault}; {advice}")
 
 
-def starting_point(config: Config, run_directory: Path) -> Path | None:
+def starting_point(config: Config, run_directory: Path, *, questions: str | None = None) -> Path | None:
     """The checkpoint from which ``resume`` lets the job in ``run_directory`` go on; None if it starts anew.
 
     A run directory given to ``resume`` means its latest checkpoint. A job that has saved checkpoints of its own goes on
     from its latest, so the same command can be repeated, unless ``resume`` names one of them.
 
+    Args:
+        questions: digest of the job's examples; None: not compared.
+
     Raises:
-        ValueError: there is no checkpoint, it is damaged, or it is of another model or tokenizer.
+        ValueError: there is no checkpoint, it is damaged, or it is of another model or tokenizer, or of other questions
+            although the task's settings are the same.
     """
     own = latest(run_directory)
     if config.resume is None:
@@ -159,7 +163,10 @@ def starting_point(config: Config, run_directory: Path) -> Path | None:
     if config.resume != "auto" and (own is None or Path(config.resume).resolve().parent == own.resolve().parent):
         checkpoint = _named(Path(config.resume))
     if checkpoint is not None:
-        _check(config, read(checkpoint, checksums=config.checkpoint.checksums), checkpoint)
+        manifest = read(checkpoint, checksums=config.checkpoint.checksums)
+        _check(config, manifest, checkpoint)
+        if questions is not None:
+            _check_questions(config, manifest, checkpoint, questions)
     return checkpoint
 
 
@@ -235,6 +242,19 @@ def _check(config: Config, manifest: Manifest, checkpoint: Path) -> None:
             f"algo.num_steps={wanted}, but the checkpoint {checkpoint} is already after step {manifest.step}: "
             f"use algo.num_steps={manifest.step + 1} or more"
         )
+
+
+def _check_questions(config: Config, manifest: Manifest, checkpoint: Path, questions: str) -> None:
+    is_trained_on_them = config.tokenizer.path is None
+    if questions == manifest.questions or not (is_trained_on_them or manifest.config.get("task") == config.task):
+        return
+    other = "the tokenizer is trained on them, so tokens would get another meaning"
+    if not is_trained_on_them:
+        other = "to go on with others, give them in a file of their own (task.path=...) and a new hydra.run.dir"
+    raise ValueError(
+        f"the checkpoint {checkpoint} was saved with other questions than this task has now, although its settings "
+        f"are the same: a file of the task, or the package that makes them, has changed. Restore it; {other}"
+    )
 
 
 def _difference(key: str, saved: Any, given: Any) -> str:

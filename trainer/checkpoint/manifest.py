@@ -56,6 +56,7 @@ class Manifest:
         tags: role -> tags of its weights backuper beside the role's own.
         record: the step's record of metrics.jsonl.
         config: every resolved setting of the run that saved.
+        questions: digest of the examples that it asked (:func:`trainer.data.selection.digest_of`).
         files: name (with its folder, if any) -> every other file in the checkpoint.
     """
 
@@ -66,6 +67,7 @@ class Manifest:
     tags: Mapping[str, Sequence[str]]
     record: Mapping[str, Any]
     config: Mapping[str, Any]
+    questions: str
     files: Mapping[str, SavedFile]
 
 
@@ -80,6 +82,7 @@ _FIELDS = {
     "tags": object_of(list_of(TEXT)),
     "record": object_of(_OF_A_RECORD),
     "config": OBJECT,
+    "questions": TEXT,
     "files": object_of(OBJECT),
     _OWN_DIGEST: TEXT,
 }

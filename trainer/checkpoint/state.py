@@ -55,6 +55,7 @@ class Checkpoints:
         run_directory: checkpoints are saved in it.
         resume_from: a checkpoint of this or another run, or None to start anew.
         tokenizer: a Hugging Face tokenizer, saved with every checkpoint.
+        questions: digest of the run's examples.
         note: takes a line for the user when a save failed; the run goes on, since the checkpoint before is whole.
     """
 
@@ -65,12 +66,13 @@ class Checkpoints:
         *,
         resume_from: Path | None,
         tokenizer: Any,
+        questions: str,
         note: Callable[[str], None],
     ) -> None:
         self._config, self._folder = config, run_directory / folder.FOLDER
         self._stop_file = run_directory / STOP_FILE
         self._resume_from, self._note = resume_from, note
-        self._tokenizer = tokenizer
+        self._tokenizer, self._questions = tokenizer, questions
         self._group = group_of_writers()
         self._writer = BackgroundWriter() if config.checkpoint.async_save else None
         self._step_under_way = 0
@@ -112,6 +114,7 @@ class Checkpoints:
             tags={name: role.further_tags for name, role in roles.items()},
             record=record,
             config=to_plain(self._config),
+            questions=self._questions,
             files={},
         )
         with self._noting_errors(step):

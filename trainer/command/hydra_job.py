@@ -44,6 +44,7 @@ from trainer.plan.fit import check_fits
 from trainer.plan.footprint import footprint, plan_rows
 from trainer.plan.micro_batch import with_micro_batch_tokens
 from trainer.report import MEMORY_FILE, METRICS_FILE, REPORT_FILE, final_tables, plan_table, read_records
+from trainer.report.loggers import check_installed
 from trainer.report.records import read_result
 from trainer.rollout.engines import planned_bytes
 from trainer.tasks.tokenizer import light_tokenizer, vocabulary_size
@@ -121,6 +122,7 @@ def run_job(
     """
     nodes = find_nodes(config.launch, os.environ)
     _check_devices(config)
+    check_installed(config.logger)
     check_folders(config)
     task = make_task(config)
     tokenizer = light_tokenizer(config.tokenizer.path, task=task, vocab_size=config.largest_vocab_size)
@@ -131,7 +133,7 @@ def run_job(
     limits = {"host_bytes": host_memory_limit_bytes(), "gpu_bytes": gpu_bytes}
     check_fits(config, vocab_size=vocab_size, engine=engine, **limits)
     plan = plan_rows(footprint(config, vocab_size=vocab_size, engine=engine, reported_gpu_bytes=gpu_bytes))
-    encoder = Encoder(config.tokenizer, tokenizer)
+    encoder = Encoder.of(config, tokenizer)
     if nodes.rank == 0:
         jobs.finished(directory, config)  # whether it is another job's: before a lock is left there
         jobs.require_room(directory)
@@ -147,7 +149,7 @@ def run_job(
         selection = select(config, task, encoder=encoder, console=console)
         checkpoint = None  # of which other nodes learn from node 0
         if nodes.rank == 0:
-            checkpoint = checkpoints.starting_point(config, directory)
+            checkpoint = checkpoints.starting_point(config, directory, questions=selection.digest)
             jobs.claim(directory, config, checkpoint, hydra_record=hydra_record)
         _announce(config, nodes, console, plan=plan, checkpoint=checkpoint)
         console.print(selection.summary)

@@ -30,8 +30,9 @@ class Prompts:
     def __init__(self, config: Config, *, task: Task, tokenizer: Any, selection: Selection | None = None) -> None:
         """Raises ValueError if the tokenizer has no chat template of use and one is asked for."""
         self._config, self._task, self.tokenizer = config, task, tokenizer
-        self._encoder = Encoder(config.tokenizer, tokenizer)
+        self._encoder = Encoder.of(config, tokenizer)
         self._measured_digest = selection.digest if selection else None
+        self.digest = self._measured_digest or digest_of(task)
         self._dropped = selection.dropped if selection else frozenset()
         self._dropped_heldout = selection.dropped_heldout if selection else frozenset()
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,10 +36,8 @@ class TensorBoardLogger(Logger):
     """Event files in <run directory>/tensorboard."""
 
     def __init__(self, directory: Path, *, hyperparameters: Mapping[str, Any]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError("logger=tensorboard needs: pip install 'torpor[tensorboard]'") from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(directory / "tensorboard"))
         if hyperparameters:
             text = json.dumps(hyperparameters, indent=2, default=str)
@@ -57,10 +56,8 @@ class WandbLogger(Logger):
     """A run of the configured project; WANDB_MODE=offline (environment) keeps it in the run directory."""
 
     def __init__(self, directory: Path, *, project: str, hyperparameters: Mapping[str, Any]) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError("logger=wandb needs: pip install 'torpor[wandb]'") from error
+        import wandb  # pyright: ignore[reportMissingImports]
+
         self._run = wandb.init(project=project, name=directory.name, dir=str(directory), config=dict(hyperparameters))
 
     def log(self, record: Record) -> None:
@@ -68,6 +65,12 @@ class WandbLogger(Logger):
 
     def close(self, *, failed: bool = False) -> None:
         self._run.finish(exit_code=int(failed))
+
+
+def check_installed(logger: LoggerConfig) -> None:
+    """Raise ImportError, which names the extra to install, if the logger's package is not there."""
+    if logger.kind in KINDS[1:] and find_spec(logger.kind) is None:
+        raise ImportError(f"logger={logger.kind} needs: pip install 'torpor[{logger.kind}]'")
 
 
 def open_loggers(logger: LoggerConfig, directory: Path, *, hyperparameters: Mapping[str, Any] | None = None) -> Logger:
@@ -80,8 +83,9 @@ def open_loggers(logger: LoggerConfig, directory: Path, *, hyperparameters: Mapp
 
     Raises:
         ValueError: the kind is not one of KINDS.
-        ImportError: the kind needs a package that is not installed; says which extra to install.
+        ImportError: as :func:`check_installed`.
     """
+    check_installed(logger)
     match logger.kind:
         case "none":
             return Logger()
