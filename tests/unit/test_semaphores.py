@@ -6,10 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from trainer.command import semaphores
 
 ROOT = Path(__file__).parents[2]
-LEAVE = (
+OF_LOKY = (
+    "from joblib.externals.loky.backend.context import get_context; from trainer.command import semaphores\n"
+    "semaphores.own_names_of_loky()\n"
+    "kept = [get_context('loky').SimpleQueue(), get_context('loky').Event()]\n"
+    "print('made', flush=True)\n"
+    "input()\n"
+)
+OF_ELASTIC = (
     "import multiprocessing, os, signal; from trainer.command import semaphores\n"
     "context = multiprocessing.get_context('spawn')\n"
     "with semaphores.own_names():\n"
@@ -23,8 +32,11 @@ def left_by(pid: int) -> list[str]:
     return [name for name in os.listdir("/dev/shm") if f"-{pid}-" in name]
 
 
-def test_those_of_a_process_that_is_gone_are_removed_and_those_of_one_that_lives_are_not():
-    command, pipe = [sys.executable, "-c", LEAVE], subprocess.PIPE
+@pytest.mark.parametrize("program", [OF_ELASTIC, OF_LOKY], ids=["elastic", "loky"])
+def test_those_of_a_process_that_is_gone_are_removed_and_those_of_one_that_lives_are_not(program):
+    if program == OF_LOKY:
+        pytest.importorskip("joblib", reason="pip install 'torpor[joblib]'")
+    command, pipe = [sys.executable, "-c", program], subprocess.PIPE
     living, killed = (
         subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
         for _ in range(2)

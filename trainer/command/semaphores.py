@@ -1,7 +1,8 @@
 """Names of a launch's semaphores, by which a later one can tell that nobody needs them any more.
 
-Torch elastic's queues are made of named semaphores, files in /dev/shm. A launch removes its own, unless all of its
-processes are killed at once: then they would stay until the machine restarts.
+Torch elastic's queues, and those of joblib's processes (loky), are made of named semaphores, files in /dev/shm. A
+launch, or a sweep, removes its own, unless all of its processes are killed at once: then they would stay until the
+machine restarts.
 """
 
 from __future__ import annotations
@@ -24,11 +25,23 @@ def own_names() -> Iterator[None]:
     clear()
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # what children inherit
     before = config["semprefix"]
-    config["semprefix"] = f"/{_BEGIN}-{_namespace()}-{os.getpid()}-{_start_of(os.getpid())}"
+    config["semprefix"] = _prefix()
     try:
         yield
     finally:
         config["semprefix"] = before
+
+
+def own_names_of_loky() -> None:
+    """The same for the semaphores that joblib's loky makes in this process from now on."""
+    from joblib.externals.loky.backend.synchronize import SemLock  # an extra
+
+    clear()
+    SemLock._make_name = staticmethod(lambda: f"{_prefix()}-{next(SemLock._rand)}")
+
+
+def _prefix() -> str:
+    return f"/{_BEGIN}-{_namespace()}-{os.getpid()}-{_start_of(os.getpid())}"
 
 
 def clear() -> None:

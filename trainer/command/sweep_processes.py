@@ -25,7 +25,7 @@ import psutil
 from hydra.experimental.callback import Callback
 
 from trainer.checkpoint.preemption import SECONDS_OF_ONE_REQUEST, STOP_FILE
-from trainer.command import process_state
+from trainer.command import process_state, semaphores
 from trainer.command.exits import JobError
 from trainer.common.terminal import tell
 
@@ -49,6 +49,7 @@ class EndWithSweep(Callback):
         from joblib.externals.loky.backend import resource_tracker
 
         process_state.start_resource_tracker(resource_tracker.ensure_running)
+        semaphores.own_names_of_loky()
 
         backend = functools.partial(parallel.LokyBackend, initializer=end_with_parent)
         parallel.register_parallel_backend("loky", backend)  # the one that Hydra's launcher asks for
