@@ -32,7 +32,7 @@ def _end_of_sweep(sweep: Path, code: int) -> int:
     if not found:
         if code == 0:
             tell("error: the sweep has no jobs, since one of its overrides lists no values")
-        return code or exits.REFUSED
+        return code if code > 128 else exits.REFUSED
     of_jobs, interrupted = sweeps.exit_code(found), code > 128
     with suppress(OSError):  # of a terminal that was closed
         console = new_console()

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,11 @@ def finished(tmp_path_factory) -> Path:
         ("algo.epochs=0", "algo.epochs=0: must be between"),
         ("hydra.output_subdir=mine", "hydra.output_subdir=mine: a job leaves Hydra's record in .hydra"),
         ("reward=no_such_module.f", "reward=no_such_module.f cannot be imported"),
+        pytest.param(
+            "logger=wandb",
+            "logger=wandb needs: pip install 'torpor[wandb]'",
+            marks=pytest.mark.skipif(find_spec("wandb") is not None, reason="it is installed"),
+        ),
     ],
 )
 def test_a_refused_command_leaves_a_finished_job_as_it_is(finished, override, message):
@@ -113,6 +119,36 @@ def test_a_search_that_goes_on_in_its_own_folder_adds_trials(tmp_path):
     ]
     assert all(f"seed={seed}" in text for seed, text in zip(seeds, overrides, strict=True))
     assert (tmp_path / "search" / "1" / "result.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "hydra.sweeper.storage=sqlite:////nowhere/study.db",
+            "hydra.sweeper.storage=sqlite:////nowhere/study.db cannot",
+        ),
+        ("hydra.sweeper.storage=nonsense", "hydra.sweeper.storage=nonsense cannot be opened"),
+        ("algo.epochs=choice(0,-1)", "the search has no best trial: none has finished"),
+        ("roles.actor.optimizer.lr=interval(5,1)", "the sweep ended: ValueError: The `low` value must be"),
+    ],
+)
+def test_a_search_that_fails_says_so_in_one_line(tmp_path, override, message):
+    search = ("-m", *SHORT, "hydra.sweep.dir=search", "hydra/sweeper=search", "hydra.sweeper.n_trials=1")
+    found = torpor(tmp_path, *search, "hydra/sweeper/sampler=random", override)
+    assert found.code == 2
+    assert f"error: {message}" in found.stderr
+    for noise in ("Traceback", "alembic", "Warning"):
+        assert noise not in found.stderr + found.stdout
+
+
+@pytest.mark.parametrize("mode", [("hydra.run.dir=file",), ("-m", "seed=1,2", "hydra.sweep.dir=file")])
+def test_a_file_in_the_folders_place_is_named(tmp_path, mode):
+    (tmp_path / "file").touch()
+    found = torpor(tmp_path, *SHORT, *mode)
+    assert found.code == 2
+    assert f"error: {mode[-1]} cannot be made a folder (File exists): choose another" in found.stderr
+    assert "Traceback" not in found.stderr
 
 
 def test_a_refused_job_is_in_the_table_whatever_hydra_leaves_behind(tmp_path):

@@ -79,11 +79,25 @@ def test_flags_in_the_style_of_argparse(argument):
     assert hint_for_flags(["seed=1", "memory=lean", "--multirun"]) is None
 
 
+@pytest.mark.parametrize(
+    ("argument", "setting"), [("--seed", "seed"), ("--num-steps=3", "algo.num_steps"), ("--nproc", "launch.nproc")]
+)
+def test_a_setting_with_dashes(argument, setting):
+    assert hint_for_flags([argument, "3"]) == f"settings have no dashes: {setting}=<value>"
+
+
+def test_a_setting_without_its_value():
+    with pytest.raises(OverrideParseException) as caught:
+        OverridesParser.create().parse_overrides(["algo.epochs"])
+    assert "one word, <name>=<value>" in (hint_for(caught.value) or "")
+
+
 def test_settings_that_there_is_nothing_like_show_where_to_look():
-    for section, override in {"task": "task.foo=1", "algo": "algo.zzzzzz=1"}.items():
+    for section, override in {"job -p task": "task.foo=1", "job -p algo": "algo.zzzzzz=1"}.items():
         hint = hint_of(override)
         assert hint is not None
-        assert f"--cfg job -p {section}," in hint
+        assert f"--cfg {section}," in hint
+    assert "--cfg hydra -p hydra.sweep," in (hint_of("hydra.sweep.dri=x") or "")
 
 
 @pytest.mark.parametrize("override", ["roles.actor.optimizer.lr=abc", "roles.actor.ddp=null", "memory=leam"])
@@ -142,7 +156,7 @@ def test_a_path_that_needs_quotes_is_answered_with_what_a_shell_takes(key, path)
     assert override.value() == path
 
 
-@pytest.mark.parametrize("override", ["task.path='/a'b", "algo.epochs", "tags=[a=b]", "tags={a"])
+@pytest.mark.parametrize("override", ["task.path='/a'b", "tags=[a=b]", "tags={a"])
 def test_what_is_quoted_or_no_text_gets_no_advice_to_quote(override):
     with pytest.raises(OverrideParseException) as caught:
         OverridesParser.create().parse_overrides([override])

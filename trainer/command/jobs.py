@@ -63,7 +63,11 @@ class SweepDirectory(Callback):
     path: Path | None = None
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _refusing(lambda: sweep_start.refuse_other_record(config))
+        def prepare() -> None:
+            sweep_start.refuse_other_record(config)
+            sweep_start.require_folder("hydra.run.dir", config.hydra.run.dir)
+
+        _refusing(prepare)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         sweep = Path(config.hydra.sweep.dir).absolute()
@@ -74,6 +78,8 @@ class SweepDirectory(Callback):
             sweep_start.refuse_other_record(config)
             sweep_start.refuse_choices_of_jobs(config)
             sweep_start.number_trials(config)
+            sweep_start.require_folder("hydra.sweep.dir", config.hydra.sweep.dir)
+            sweep_start.end_in_one_line()
             (sweep / STOP_FILE).unlink(missing_ok=True)
             sweep_notes.clear(sweep)
 

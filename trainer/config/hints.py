@@ -48,8 +48,11 @@ def hint_for(error: BaseException) -> str | None:
         missing = re.search(r"Could not (?:find|load) '(hydra/\w+/\w+)'", str(cause))
         if missing and missing.group(1) in EXTRAS:
             return f"pip install 'torpor[{EXTRAS[missing.group(1)]}]'"
+        if "missing EQUAL" in str(cause):
+            return "a setting is one word, <name>=<value>, as in seed=3; python -m trainer --help shows more"
         if quoted := _quoted(cause):
-            return quoted
+            is_list = str(cause).startswith("Ambiguous value")
+            return "with -m it is a sweep, of one job for each value; " * is_list + quoted
         key = getattr(cause, "full_key", None) or _key_in(str(cause))
         if key:
             return _hint_for_key(key)
@@ -74,6 +77,9 @@ def hint_for_flags(arguments: list[str]) -> str | None:
         name = argument.lstrip("-+~").partition("=")[0].replace("-", "_").rpartition(".")[2]
         if name in EXPLAINED_KEYS:
             return EXPLAINED_KEYS[name]
+        alike = [key for key in known_keys() if argument.startswith("--") and name in (key, _last(key))]
+        if alike:
+            return f"settings have no dashes: {min(alike, key=len)}=<value>"
     return None
 
 
@@ -86,6 +92,8 @@ def _hint_for_key(key: str) -> str | None:
         return None  # the value was refused, not the key
     if key in ("roles.critic", "critic"):
         return _NO_CRITIC
+    if key.startswith("hydra."):
+        return f"python -m trainer --cfg hydra -p {section}, with your other overrides, shows the settings there are"
     names = {_last(name) for name in known}
     alike = difflib.get_close_matches(last, names, n=3, cutoff=0.6)
     nearest = sorted((name for name in known if _last(name) in alike), key=lambda name: -_similarity(name, key))
