@@ -1,6 +1,6 @@
 """Every setting with bad and extreme values, and mixtures of extremes: a command is planned, or refused clearly.
 
-    python -m tests.scripts.fuzz_config [--mixed 300] [--seed 0] [--only REGEX] [--start 0]
+    python -m tests.scripts.fuzz_config [--mixed 300] [--seed 0] [--only REGEX] [--start 0] [--stop N]
 
 Cases run in a process of their own, so one that aborts it, or takes more than five seconds, is counted as well. Exit
 code 0: all were accepted or refused with a message that names a setting of the case.
@@ -64,11 +64,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the mixtures")
     parser.add_argument("--only", default="", help="settings that this expression finds, and no mixtures")
     parser.add_argument("--start", type=int, default=0, help="number of the first case, to go on with")
+    parser.add_argument("--stop", type=int, help="number of the first case that is left out; all follow without it")
     arguments = parser.parse_args()
     cases = [(base, case) for base, case in all_cases() if re.search(arguments.only, case[0].partition("=")[0])]
     cases += [] if arguments.only else mixed_cases(arguments.mixed, seed=arguments.seed)
     worker, counts, start = Worker(), Counter(), time.monotonic()
-    for number, (base, case) in enumerate(cases[arguments.start :], start=arguments.start):
+    for number, (base, case) in enumerate(cases[arguments.start : arguments.stop], start=arguments.start):
         found = worker.run(base, case)
         kind = found.partition(":")[0]
         counts[kind] += 1

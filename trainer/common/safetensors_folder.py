@@ -101,7 +101,9 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return HEAD in self and EMBEDDING in self and not torch.equal(self[HEAD], self[EMBEDDING])
 
     def digest(self) -> str:
-        """SHA-256 (hex) of each file's size, header and some samples of its data: not of all, which may be 100 GB."""
+        """SHA-256 (hex) of each file's name, size and header (names, dtypes, shapes of its tensors) and of 16 samples
+        of 4 KiB, evenly spread over its data: not of all, which may be 100 GB. It tells models apart, and states of
+        one training; it is no checksum, and does not see a change between the samples."""
         digest = hashlib.sha256()
         for file in self.file_names:
             path = self.folder / file
