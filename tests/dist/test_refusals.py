@@ -142,12 +142,12 @@ def test_a_search_that_fails_says_so_in_one_line(tmp_path, override, message):
         assert noise not in found.stderr + found.stdout
 
 
-@pytest.mark.parametrize("mode", [("hydra.run.dir=file",), ("-m", "seed=1,2", "hydra.sweep.dir=file")])
+@pytest.mark.parametrize("mode", [("hydra.run.dir=file",), ("hydra.sweep.dir=file", "-m")])
 def test_a_file_in_the_folders_place_is_named(tmp_path, mode):
     (tmp_path / "file").touch()
     found = torpor(tmp_path, *SHORT, *mode)
     assert found.code == 2
-    assert f"error: {mode[-1]} cannot be made a folder (File exists): choose another" in found.stderr
+    assert f"error: {mode[0]} cannot be made a folder (File exists): choose another" in found.stderr
     assert "Traceback" not in found.stderr
 
 

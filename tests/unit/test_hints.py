@@ -86,6 +86,12 @@ def test_a_setting_with_dashes(argument, setting):
     assert hint_for_flags([argument, "3"]) == f"settings have no dashes: {setting}=<value>"
 
 
+def test_a_flag_between_settings():
+    assert "before all settings" in (hint_for_flags(["seed=1", "-m", "memory=lean,full"]) or "")
+    assert hint_for_flags(["-m", "seed=1", "memory=lean,full"]) is None
+    assert hint_for_flags(["memory=lean,full", "-m"]) is None
+
+
 def test_a_setting_without_its_value():
     with pytest.raises(OverrideParseException) as caught:
         OverridesParser.create().parse_overrides(["algo.epochs"])

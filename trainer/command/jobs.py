@@ -75,11 +75,11 @@ class SweepDirectory(Callback):
         def prepare() -> None:
             if (sweep / CONFIG_FILE).exists():
                 raise ValueError(f"hydra.sweep.dir={sweep} is the folder of a single run: choose another")
+            sweep_start.end_in_one_line()
             sweep_start.refuse_other_record(config)
             sweep_start.refuse_choices_of_jobs(config)
             sweep_start.number_trials(config)
             sweep_start.require_folder("hydra.sweep.dir", config.hydra.sweep.dir)
-            sweep_start.end_in_one_line()
             (sweep / STOP_FILE).unlink(missing_ok=True)
             sweep_notes.clear(sweep)
 

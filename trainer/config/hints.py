@@ -72,7 +72,10 @@ def _quoted(error: BaseException) -> str | None:
 
 
 def hint_for_flags(arguments: list[str]) -> str | None:
-    """A hint for an explained flag that was written in the style of argparse (``--disable-weights-backuper``)."""
+    """A hint for arguments in the style of argparse: an explained flag (``--disable-weights-backuper``), a setting with
+    dashes, a flag of Hydra's between settings."""
+    if {"-m", "--multirun"} & set(arguments[1:-1]) and "=" in arguments[0]:
+        return "flags such as -m stand before all settings, or after all of them"
     for argument in arguments:
         name = argument.lstrip("-+~").partition("=")[0].replace("-", "_").rpartition(".")[2]
         if name in EXPLAINED_KEYS:
