@@ -11,30 +11,23 @@ Whoever is not at work sleeps; a forward-only phase wakes parameters alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from trainer.algo.kl import next_kl_coef
 from trainer.algo.policy_losses import PolicyLoss
 from trainer.checkpoint.state import Checkpoints
 from trainer.checkpoint.step_saver import StepSaver
-from trainer.common.seeds import seed_for
-from trainer.config.roles import REFERENCE, optimizer_steps, trained_roles
+from trainer.config.roles import REFERENCE, optimizer_steps
 from trainer.config.schema import AlgoConfig, Config
-from trainer.data.batch import Experience, RolloutBatch
+from trainer.data.batch import Experience
 from trainer.data.prompts import Prompts
-from trainer.measure import metrics, throughput
-from trainer.measure.accuracy import heldout_metrics, sampled_metrics
+from trainer.measure import evaluation, metrics, throughput
 from trainer.measure.diagnostics import StepTraces
 from trainer.measure.phases import Phases
-from trainer.megatron import optimizer
-from trainer.megatron.groups import combined_digest, data_parallel_rank
-from trainer.megatron.sharding import OUTPUT, named_tensors
+from trainer.megatron.groups import combined_digest
 from trainer.report import Progress, RunRecords
-from trainer.roles.backuper import LazyTensors
 from trainer.roles.role import FORWARD, Role
 from trainer.rollout.base import RolloutEngine
 from trainer.training import step
@@ -43,8 +36,8 @@ from trainer.training.drawing import draw
 from trainer.training.experience import Credit, Judgement, experience_of
 from trainer.training.finite import require_finite, require_finite_loss, require_progress
 from trainer.training.micro_batches import Split
-
-REFERENCE_PHASE, LOG_PROBS_PHASE = "ref_log_probs", "log_probs"
+from trainer.training.scoring import LOG_PROBS_PHASE, REFERENCE_PHASE, scored_log_probs
+from trainer.training.warm_up import start_critic_from, supervised_steps
 
 
 @dataclass(frozen=True)
@@ -95,6 +88,13 @@ class Outputs:
     log: Any
     traces: StepTraces | None = None
 
+    def report(self, record: Mapping[str, Any]) -> None:
+        if self.records:
+            self.records.metrics(dict(record))
+            self.log.log(dict(record))
+        if self.progress and record["step"] > 0:
+            self.progress.step(dict(record))
+
     def trace(self, step: int) -> AbstractContextManager[None]:
         """What happens inside is traced if this step is to be."""
         return self.traces.around(step) if self.traces else nullcontext()
@@ -115,11 +115,11 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
         record: dict[str, Any] = {
             "step": 0,
             **evaluate(run, at_step=0),
-            **{f"parameters/{name}": role.parameter_count() for name, role in run.roles.items()},
+            **{f"parameters/{name}": role.model.parameter_count() for name, role in run.roles.items()},
             **phases.end_step(),
         }
         kl_coef = settings.kl.coef
-        _report(outputs, record)
+        outputs.report(record)
         if saver.save_if_due(record, kl_coef=kl_coef):
             return record
     else:
@@ -137,7 +137,7 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
         if step_number == settings.num_steps:
             record |= _weights_sha256(run, step_number)
         record |= phases.end_step()
-        _report(outputs, record)
+        outputs.report(record)
         for name in run.learners:
             require_progress((last, record), name, optimizer_steps=settings.epochs * settings.minibatches)
         if saver.save_if_due(record, kl_coef=kl_coef):
@@ -146,22 +146,15 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
 
 
 def warm_up(run: Run, outputs: Outputs) -> None:
-    """Supervised steps of the actor on the task's own question/answer pairs; then the weights are the reference."""
-    settings, actor = run.config.algo, run.actor
-    loss = step.supervised_loss(vocab_size=run.vocab_size)
+    """Supervised steps of the actor; then the weights are the reference, and the critic's start."""
+    settings, actor, progress = run.config.algo, run.actor, outputs.progress
+
+    def on_step(number: int, loss: float) -> None:
+        if progress:
+            progress.warm_up(number, total=settings.warmup_steps, loss=loss)
+
     with run.phases.phase("warm_up", step=0), actor.awake():
-        for number in range(1, settings.warmup_steps + 1):
-            share = optimizer.rise_and_fall(number, total=settings.warmup_steps)
-            optimizer.set_learning_rate(actor.optimizer, share * settings.warmup_lr)
-            batch = run.prompts.supervised_batch(number)
-            split = Split.of_training(run.config)
-            sums = step.train_minibatch(actor, batch, loss, split=split)
-            require_finite_loss([sums], actor, batch, loss, split=split, when=f"warm_up, its step {number}")
-            if outputs.progress:
-                mean = sums["loss_sum"] / sums["loss_count"]
-                outputs.progress.warm_up(number, total=settings.warmup_steps, loss=mean)
-        if settings.warmup_steps:
-            actor.restart_optimizer()  # what the supervised steps left in it would go on moving the policy
+        supervised_steps(run.config, run.prompts, actor, vocab_size=run.vocab_size, on_step=on_step)
         if settings.uses_reference:
             actor.copy_to_tag(REFERENCE)
     if run.critic and run.config.critic_starts_from_actor:
@@ -169,15 +162,9 @@ def warm_up(run: Run, outputs: Outputs) -> None:
             weights = actor.weights_on_host(REFERENCE if settings.uses_reference else actor.name)
             with run.critic.awake():
                 start_critic_from(weights, run.critic)
-        if outputs.progress:
-            actor_then = "warmed-up actor" if settings.warmup_steps else "actor"
-            outputs.progress.note(f"the critic starts from the {actor_then}; only its value head is new")
-
-
-def start_critic_from(weights: Mapping[str, Tensor], critic: Role) -> None:
-    """Give the critic the actor's body; its value head, which no actor has, starts anew (at zero)."""
-    body = {name for name, _ in named_tensors(critic.chunks)} - {OUTPUT}
-    critic.load_weights(LazyTensors(tuple(name for name in weights if name in body), weights.__getitem__))
+        if progress:
+            whose = "warmed-up actor" if settings.warmup_steps else "actor"
+            progress.note(f"the critic starts from the {whose}; only its value head is new")
 
 
 def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: float) -> dict[str, float]:
@@ -192,7 +179,7 @@ def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: fl
             **found,
             **learnt,
             "kl_coef": kl_coef,
-            **{f"{name}/lr": optimizer.learning_rate(role.optimizer) for name, role in run.learners.items()},
+            **{f"{name}/lr": role.model.learning_rate() for name, role in run.learners.items()},
         }
 
 
@@ -214,7 +201,14 @@ def collect(run: Run, number: int, *, kl_coef: float) -> tuple[dict[str, float],
         with phases.phase(phase, step=number), judge.awake(kinds=FORWARD):
             batch = batch.paid(exchange.back(step.final_values(judge, moved, split=split)))
             require_finite(batch.scores, source=f"the {judge.name}", when=f"step {number}, {phase}")
-    log_probs = _log_probs(run, moved, number)
+    log_probs = scored_log_probs(
+        config,
+        actor,
+        moved,
+        trains_actor=number > config.algo.critic_warmup_steps,
+        vocab_size=run.vocab_size,
+        phase=lambda name: phases.phase(name, step=number),
+    )
     values = None
     if critic:
         with phases.phase("values", step=number), critic.awake(kinds=FORWARD):
@@ -227,31 +221,6 @@ def collect(run: Run, number: int, *, kl_coef: float) -> tuple[dict[str, float],
         found = metrics.of_drawing(drawn.rounds, groups=drawn.drawn_groups, flat=drawn.flat_groups)
         found |= metrics.of_groups(batch, group_size=config.algo.responses_per_prompt)
         return found, exchange.there(experience)
-
-
-def _log_probs(run: Run, drawn: RolloutBatch, number: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Phase -> log-probs and entropies of its weights: those of the phases that step ``number`` needs, in one wake-up
-    of the actor."""
-    config, actor = run.config, run.actor
-    trains_actor = number > config.algo.critic_warmup_steps
-    weights_of = {
-        REFERENCE_PHASE: REFERENCE if config.algo.uses_reference else None,
-        LOG_PROBS_PHASE: None if trains_actor and config.algo.old_log_probs_come_from_training else actor.name,
-    }
-    wanted = {phase: tag for phase, tag in weights_of.items() if tag is not None}
-    sampling = {"temperature": config.rollout.temperature, "vocab_size": run.vocab_size}
-    found = {}
-    with ExitStack() as awake:
-        for phase, tag in wanted.items():
-            with run.phases.phase(phase, step=number):
-                if found:
-                    actor.switch_to(tag)
-                else:
-                    awake.enter_context(actor.awake(kinds=FORWARD, tag=tag))
-                found[phase] = step.log_probs(actor, drawn, split=Split.of_scoring(config), **sampling)
-                if len(found) == len(wanted):
-                    awake.close()
-    return found
 
 
 def learn(
@@ -273,24 +242,10 @@ def learn(
 
 
 def evaluate(run: Run, *, at_step: int) -> dict[str, float | None]:
-    """Held-out accuracy for the record: the task's verdicts on greedy responses to held-out questions and, with
-    ``algo.evaluation_samples``, on so many that are drawn as in a rollout."""
-    settings = run.config.algo
+    """Held-out accuracy under the actor's weights."""
     with run.phases.phase("evaluate", step=at_step):
         run.engine.sync(run.actor)
-        examples = run.prompts.heldout(settings.heldout_prompts)
-        prompts, samples = run.prompts.encode(examples), settings.evaluation_samples
-        drawn: list[str] = []
-        with run.engine.awake():
-            greedy = run.engine.generate(prompts, seed=0, greedy=True).texts
-            if samples:
-                seed = seed_for(run.config.seed, "evaluation", step=at_step, rank=data_parallel_rank())
-                drawn = run.engine.generate([prompt for prompt in prompts for _ in range(samples)], seed=seed).texts
-        found = heldout_metrics(examples, run.prompts.verdicts(greedy, examples))
-        if samples:
-            repeated = [example for example in examples for _ in range(samples)]
-            found |= sampled_metrics(examples, run.prompts.verdicts(drawn, repeated), samples=samples)
-        return found
+        return evaluation.evaluate(run.config, run.prompts, run.engine, at_step=at_step)
 
 
 def _needs_accuracy(settings: AlgoConfig, number: int, checkpoints: Checkpoints | None) -> bool:
@@ -325,10 +280,9 @@ def _train(
 
 
 def _schedules(run: Run) -> dict[str, Any]:
-    config = run.config
     return {
-        name: optimizer.build_scheduler(run.roles[name].optimizer, trained, total_steps=optimizer_steps(config, name))
-        for name, trained in trained_roles(config).items()
+        name: role.model.build_scheduler(total_steps=optimizer_steps(run.config, name))
+        for name, role in run.learners.items()
     }
 
 
@@ -346,11 +300,3 @@ def _weights_sha256(run: Run, number: int) -> dict[str, str]:
         with run.phases.phase("report", step=number), role.awake():
             digests[f"weights_sha256/{role.name}"] = combined_digest(role.weights_sha256())
     return digests
-
-
-def _report(outputs: Outputs, record: Mapping[str, Any]) -> None:
-    if outputs.records:
-        outputs.records.metrics(dict(record))
-        outputs.log.log(dict(record))
-    if outputs.progress and record["step"] > 0:
-        outputs.progress.step(dict(record))

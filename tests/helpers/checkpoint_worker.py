@@ -88,9 +88,9 @@ def _check_ranks_agree(run: Any) -> None:
     from trainer.roles.role import FORWARD
 
     for role in run.roles.values():
-        for tag in role.backuper.backup_tags if role.backuper else (role.name,):
+        for tag in role._weights.backuper.backup_tags if role._weights.backuper else (role.name,):
             with role.awake(kinds=FORWARD, tag=tag):
-                whole = whole_tensors(role.chunks)
+                whole = whole_tensors(role.model.chunks)
                 found = b"".join(bytes(t.detach().contiguous().view(torch.uint8).flatten().numpy()) for _, t in whole)
             digests: list[Any] = [None] * distributed.get_world_size()
             distributed.all_gather_object(digests, hashlib.sha256(found).hexdigest())

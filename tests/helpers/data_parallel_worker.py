@@ -31,7 +31,7 @@ from trainer.data.batch import Experience
 from trainer.measure import metrics
 from trainer.megatron import build, platform
 from trainer.megatron.groups import data_parallel_rank, data_parallel_size
-from trainer.roles import role as role_module
+from trainer.roles import model as model_module
 from trainer.roles.role import FORWARD, Role
 from trainer.training import step
 from trainer.training.balance import Exchange
@@ -208,7 +208,7 @@ def small_buckets() -> Iterator[None]:
 @contextmanager
 def reversed_registration() -> Iterator[None]:
     """The model knows its parts in the opposite order of its forward pass, so Megatron gathers them in that one."""
-    original = role_module.wrap_ddp
+    original = model_module.wrap_ddp
 
     def wrap(gpt: Any, *arguments: Any, **options: Any) -> Any:
         for name in reversed(list(gpt._modules)):
@@ -216,7 +216,7 @@ def reversed_registration() -> Iterator[None]:
         assert next(gpt.named_parameters())[0] == "output_layer.weight"
         return original(gpt, *arguments, **options)
 
-    with mock.patch.object(role_module, "wrap_ddp", wrap):
+    with mock.patch.object(model_module, "wrap_ddp", wrap):
         yield
 
 
@@ -259,7 +259,7 @@ def shared_tags() -> dict[str, Any]:
         fresh_saver()
         with small_buckets():
             role = make_role("actor", f"memory.tags={tags}", *OVERLAP)
-        backuper = role.backuper
+        backuper = role._weights.backuper
         assert backuper is not None
         train(role)
         role.copy_to_tag("ref")

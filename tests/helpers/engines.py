@@ -62,7 +62,9 @@ class AwakeActor:
     name = "actor"
 
     def __init__(self, gpt):
-        self.chunks = [SimpleNamespace(module=gpt)]
+        self.model = SimpleNamespace(
+            gpts=lambda: [gpt], tensors=lambda: dict(named_tensors([SimpleNamespace(module=gpt)]))
+        )
 
     def require(self, kinds, *, tag):
         assert tag == "actor"
@@ -90,7 +92,7 @@ class Native(NativeEngine):
 
     def wake_up(self, weights=()):
         if weights:
-            own = dict(named_tensors(self._actor.chunks))
+            own = self._actor.model.tensors()
             with torch.no_grad():
                 for name, tensor in from_hf(dict(weights), model=self.architecture).items():
                     own[name].copy_(tensor)
@@ -100,7 +102,7 @@ class Native(NativeEngine):
 def parameters(engine):
     """Name in Hugging Face files -> a parameter of that shape; tied ones once."""
     if isinstance(engine, Native):
-        return dict(to_hf(named_tensors(engine._actor.chunks), model=engine.architecture))
+        return dict(to_hf(engine._actor.model.tensors().items(), model=engine.architecture))
     return views_by_file_name(dict(engine.model.named_parameters()), model=engine._architecture)
 
 

@@ -123,14 +123,14 @@ def _everyones(value: Any) -> list[Any]:
 def whole_weights(overrides: tuple[str, ...]) -> dict[str, Tensor]:
     fresh_saver()
     role = make_role("actor", *overrides)
-    return {name: tensor.detach().clone() for name, tensor in whole_tensors(role.chunks)}
+    return {name: tensor.detach().clone() for name, tensor in whole_tensors(role.model.chunks)}
 
 
 def _whole_shares(role: Role, kind: str) -> dict[str, Tensor]:
     """Put together from what the optimizers of all ranks hold of each parameter."""
     own = [
         (share.name, share.start, share.tensors[kind].clone())
-        for share in optimizer.shares(role.optimizer, dict(named_tensors(role.chunks)))
+        for share in optimizer.shares(role.model.optimizer, dict(named_tensors(role.model.chunks)))
     ]
     parts: dict[str, dict[int, Tensor]] = {}
     for name, start, tensor in (share for shares in _everyones(own) for share in shares):
@@ -190,8 +190,8 @@ def asleep(name: str, overrides: tuple[str, ...], *, lengths: tuple[int, ...] = 
     before = {tensor.untyped_storage().data_ptr() for tensor in alive()}
     role = make_role(name, *overrides)
     buffers = {
-        "dense": [str(buffer.param_dtype) for chunk in role.chunks for buffer in chunk.buffers],
-        "experts": [str(buffer.param_dtype) for chunk in role.chunks for buffer in chunk.expert_parallel_buffers],
+        "dense": [str(buffer.param_dtype) for chunk in role.model.chunks for buffer in chunk.buffers],
+        "experts": [str(buffer.param_dtype) for chunk in role.model.chunks for buffer in chunk.expert_parallel_buffers],
     }
     regions = {
         torch_memory_saver._impl.region_of(data)[0]
@@ -200,7 +200,7 @@ def asleep(name: str, overrides: tuple[str, ...], *, lengths: tuple[int, ...] = 
     }
     train(role, lengths=lengths)
     role.sleep()
-    arenas = [arena for arena, _ in role.backuper._tags.values()] if role.backuper else []
+    arenas = [arena for arena, _ in role._weights.backuper._tags.values()] if role._weights.backuper else []
     known = before | {arena._flat.data_ptr() for arena in [*arenas, role._regions._keeper._store._arena]}
     loose = [
         (tuple(tensor.shape), str(tensor.dtype))
@@ -216,7 +216,7 @@ def cycles(name: str, overrides: tuple[str, ...]) -> list[Any]:
     """Digests of all ranks after training, sleeping, waking up as the reference and as itself, and training on."""
     fresh_saver()
     role = make_role(name, *overrides)
-    if role.backuper:
+    if role._weights.backuper:
         role.copy_to_tag("ref")
     start, history = weights_of(role), []
     for _ in range(2):
@@ -224,7 +224,7 @@ def cycles(name: str, overrides: tuple[str, ...]) -> list[Any]:
         trained = weights_of(role)
         history.append(_everyones(role.weights_sha256()))
         role.sleep()
-        if role.backuper:
+        if role._weights.backuper:
             with role.awake(kinds=FORWARD, tag="ref"):
                 assert same_weights(weights_of(role), start)
                 numbers, _ = step.log_probs(
@@ -237,7 +237,7 @@ def cycles(name: str, overrides: tuple[str, ...]) -> list[Any]:
         role.wake_up()
         history.append(_everyones(role.weights_sha256()))
     role.load_weights({key: weight + 0.01 for key, weight in weights_of(role).items()})
-    optimizer.set_learning_rate(role.optimizer, 0.0)
+    role.model.set_learning_rate(0.0)
     loaded = weights_of(role)
     step.train_minibatch(role, make_batch([3, 5]), loss_of(role), split=Split(2))
     assert same_weights(weights_of(role), loaded)

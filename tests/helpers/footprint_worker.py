@@ -87,7 +87,7 @@ def _role_case(name: str, overrides: tuple[str, ...], *, has_buckets: bool) -> d
     vocab_size = VOCAB_SIZE + config.parallel.model_ranks - 1  # odd where ranks share it
     with small_buckets() if has_buckets else nullcontext():
         role = make_role(name, *overrides, events=events, vocab_size=vocab_size)
-    if role.backuper:
+    if role._weights.backuper:
         role.copy_to_tag("ref")
     measured = _bytes_of(role)
     role.sleep()
@@ -95,7 +95,7 @@ def _role_case(name: str, overrides: tuple[str, ...], *, has_buckets: bool) -> d
     stage = pipeline_rank()
     sizes = role_bytes(config, name, vocab_size=vocab_size, stage=stage, bucket_size=bucket_size)
     predicted = {**sizes.kinds, "main_params": sizes.main_params, "parameter_count": sizes.parameter_count}
-    if role.backuper:
+    if role._weights.backuper:
         predicted["tag"] = sizes.tag
     return {
         **_of_every_stage({"measured": measured, "predicted": predicted}),
@@ -132,10 +132,14 @@ def _bytes_of(role: Role) -> dict[str, int]:
     """Bytes of the real tensors; of the optimizer's and of a tag, on the rank that holds most."""
     buffers = ddp_buffers(role)
     in_buffers = {b.param_data.untyped_storage().data_ptr() for b in buffers if b.param_data is not None}
-    rest = [t for _, t in named_tensors(role.chunks) if t.untyped_storage().data_ptr() not in in_buffers]
-    tags = {role.backuper.bytes_of(tag) for tag in role.backuper.backup_tags} if role.backuper else {0}
+    rest = [t for _, t in named_tensors(role.model.chunks) if t.untyped_storage().data_ptr() not in in_buffers]
+    tags = (
+        {role._weights.backuper.bytes_of(tag) for tag in role._weights.backuper.backup_tags}
+        if role._weights.backuper
+        else {0}
+    )
     assert len(tags) == 1
-    sizes, main = [piece.nbytes for piece in role._state.pieces], role._state.main_pieces
+    sizes, main = [piece.nbytes for piece in role.model.state.pieces], role.model.state.main_pieces
     largest = torch.tensor([sum(sizes), sum(sizes[:main]), *tags])
     distributed.all_reduce(
         largest, op=distributed.ReduceOp.MAX, group=parallel_state.get_tensor_and_data_parallel_group()
@@ -146,9 +150,9 @@ def _bytes_of(role: Role) -> dict[str, int]:
         "optim": int(largest[0]),
         "main_params": int(largest[1]),
         "rest": sum(tensor.nbytes for tensor in rest),
-        "parameter_count": role.parameter_count(),
+        "parameter_count": role.model.parameter_count(),
     }
-    if role.backuper:
+    if role._weights.backuper:
         measured["tag"] = int(largest[2])
     return measured
 

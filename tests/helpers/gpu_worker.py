@@ -70,8 +70,8 @@ def _train_once(role: Any, *, factor: float = 1.0) -> bool:
     tokens = torch.randint(0, 64, (2, 16), device=device)
     positions = torch.arange(16, device=device).expand_as(tokens)
     with role.training():
-        (role.chunks[0](tokens, positions, None).float().square().mean() * factor).backward()
-        role.chunks[0].finish_grad_sync()
+        (role.model.chunks[0](tokens, positions, None).float().square().mean() * factor).backward()
+        role.model.chunks[0].finish_grad_sync()
     return role.step()[0]
 
 
@@ -179,13 +179,13 @@ def backup_overhead(run: Any, directory: Path) -> dict[str, float]:
     from trainer.megatron.build import named_tensors
 
     with run.actor.awake():
-        tensor_bytes = sum(tensor.nbytes for _, tensor in named_tensors(run.actor.chunks))
+        tensor_bytes = sum(tensor.nbytes for _, tensor in named_tensors(run.actor.model.chunks))
         before = sample_memory()["pss_bytes"]
         run.actor.copy_to_tag("another")
         after = sample_memory()["pss_bytes"]
     assert before is not None
     assert after is not None
-    counted = run.actor.backuper.bytes_of("another")
+    counted = run.actor._weights.backuper.bytes_of("another")
     return {"tensor_bytes": tensor_bytes, "counted_bytes": counted, "pss_bytes": after - before}
 
 

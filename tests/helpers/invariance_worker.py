@@ -90,27 +90,27 @@ def _no_fault() -> Iterator[None]:
 @contextmanager
 def _without_switch_model() -> Iterator[None]:
     """Wake-up no longer ends with the restore of the tag's weights."""
-    from trainer.roles.role import Role
+    from trainer.roles.weights import RoleWeights
 
-    def skip(self: Role, tag: str) -> None:
-        self._active_tag = tag
+    def skip(self: RoleWeights, tag: str) -> None:
+        self.active_tag = tag
 
-    with mock.patch.object(Role, "_switch_model", skip):
+    with mock.patch.object(RoleWeights, "switch_to", skip):
         yield
 
 
 @contextmanager
 def _critic_flag_forced() -> Iterator[None]:
     """The critic's parameter buffer loses its backup behind the validator's back."""
-    from trainer.roles import role
+    from trainer.roles import model
 
-    original = role.wrap_ddp
+    original = model.wrap_ddp
 
     def force(gpt: Any, ddp: Any, *, disable_param_backup: bool, **others: Any) -> Any:
         has_value_head = type(gpt.output_layer).__name__ == "ValueHead"
         return original(gpt, ddp, disable_param_backup=disable_param_backup or has_value_head, **others)
 
-    with mock.patch.object(role, "wrap_ddp", force):
+    with mock.patch.object(model, "wrap_ddp", force):
         yield
 
 
@@ -134,18 +134,18 @@ def _late_copies() -> Iterator[None]:
 @contextmanager
 def _out_of_memory() -> Iterator[None]:
     """The third forward-only pass and the third of training find no memory, when they have done their work."""
-    from trainer.training import step
+    from trainer.roles import model
 
-    original, calls = step._run_schedule, {True: 0, False: 0}
+    original, calls = model.run_passes, {True: 0, False: 0}
 
-    def run_schedule(*arguments: Any, forward_only: bool, **options: Any) -> Any:
+    def run_passes(*arguments: Any, forward_only: bool, **options: Any) -> Any:
         result = original(*arguments, forward_only=forward_only, **options)
         calls[forward_only] += 1
         if calls[forward_only] == 3:
             raise torch.OutOfMemoryError("made up")
         return result
 
-    with mock.patch.object(step, "_run_schedule", run_schedule):
+    with mock.patch.object(model, "run_passes", run_passes):
         yield
 
 
@@ -162,7 +162,7 @@ def _infinite_gradient() -> Iterator[None]:
         if not is_due or role.name != "critic":
             return original(role, *arguments, **options)
         is_due = False
-        parameter = next(role.chunks[0].parameters())
+        parameter = next(role.model.chunks[0].parameters())
         hook = parameter.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
         try:
             return original(role, *arguments, **options)

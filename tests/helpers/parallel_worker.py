@@ -13,7 +13,7 @@ from tests.helpers.data_parallel_worker import my_share
 from tests.helpers.expert_parallel_worker import asleep
 from tests.helpers.invariance_worker import run_configs
 from tests.helpers.roles import VOCAB_SIZE, fresh_saver, loss_of, make_batch, make_role, normal, small_config
-from trainer import loop, worker
+from trainer import worker
 from trainer.algo.log_probs import linear_log_probs_and_entropy, log_probs_and_entropy
 from trainer.common.safetensors_folder import SafetensorsFolder
 from trainer.config.pieces import make_task
@@ -27,6 +27,7 @@ from trainer.roles.role import Role
 from trainer.tasks.tokenizer import load_tokenizer
 from trainer.training import step
 from trainer.training.micro_batches import Split
+from trainer.training.warm_up import start_critic_from
 
 ROWS = 263  # of the embedding: an odd number, more than there are tokens
 MODEL = (
@@ -78,8 +79,8 @@ def _run_layout(overrides: tuple[str, ...], folder: Path) -> dict[str, Any]:
     exported = _exported(actor)
     actor.copy_to_tag("ref")
     found = {name: _work(role) for name, role in roles.items()}
-    assert actor.backuper is not None
-    loop.start_critic_from(actor.backuper.get("ref"), critic)
+    assert actor._weights.backuper is not None
+    start_critic_from(actor._weights.backuper.get("ref"), critic)
     distributed.barrier()
     trained = _exported(actor)
     actor.load_whole_weights(from_hf(SafetensorsFolder(folder), model=actor.config.model))
@@ -89,13 +90,15 @@ def _run_layout(overrides: tuple[str, ...], folder: Path) -> dict[str, Any]:
         "trained": trained,
         "imported": _exported(actor),
         "folder": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()},
-        "critic_from_actor": {name: _digest(tensor) for name, tensor in whole_tensors(critic.chunks)},
+        "critic_from_actor": {name: _digest(tensor) for name, tensor in whole_tensors(critic.model.chunks)},
     }
 
 
 def _exported(actor: Role) -> list[tuple[str, str]]:
     """(Hugging Face name, digest) of the actor's tensors."""
-    return [(name, _digest(tensor)) for name, tensor in to_hf(whole_tensors(actor.chunks), model=actor.config.model)]
+    return [
+        (name, _digest(tensor)) for name, tensor in to_hf(whole_tensors(actor.model.chunks), model=actor.config.model)
+    ]
 
 
 def _digest(tensor: Tensor) -> str:
@@ -114,7 +117,7 @@ def _work(role: Role) -> dict[str, Any]:
     if pipeline_group().size() == 1:  # two of the sequences share a micro-batch, padded and packed
         splits[2:] = Split(1, 16), Split(1, 16, break_even=50.0)
     steps = [step.train_minibatch(role, batch, loss, split=split) for split in splits]
-    weights = {name: tensor.detach().clone() for name, tensor in whole_tensors(role.chunks)}
+    weights = {name: tensor.detach().clone() for name, tensor in whole_tensors(role.model.chunks)}
     return {"outputs": outputs, "steps": steps, "weights": weights}
 
 

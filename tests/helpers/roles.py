@@ -15,7 +15,6 @@ from tests.helpers.megatron_world import one_rank_world
 from trainer.config.pieces import make_correction, make_estimator, make_policy_loss
 from trainer.config.schema import Config
 from trainer.data.batch import Experience, RolloutBatch
-from trainer.megatron import optimizer
 from trainer.megatron.build import named_tensors
 from trainer.memory.arena import HostArenas
 from trainer.memory.saver import make_saver
@@ -131,14 +130,14 @@ def loss_of(role: Role, *overrides: str) -> step.Loss[Experience]:
 def train(role: Role, *, lr: float = 1e-2, steps: int = 1, lengths: tuple[int, ...] = (1, 5, 3, 2)) -> None:
     """PPO steps on random sequences; the weights move."""
     for number in range(steps):
-        optimizer.set_learning_rate(role.optimizer, lr)
+        role.model.set_learning_rate(lr)
         sums = step.train_minibatch(role, make_batch(list(lengths), seed=number), loss_of(role), split=Split(2))
         assert sums["skipped"] == 0.0
 
 
 def weights_of(role: Role) -> dict[str, Tensor]:
     """Copies of the role's awake tensors."""
-    return {name: tensor.detach().clone() for name, tensor in named_tensors(role.chunks)}
+    return {name: tensor.detach().clone() for name, tensor in named_tensors(role.model.chunks)}
 
 
 def same_weights(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
@@ -146,4 +145,4 @@ def same_weights(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 def ddp_buffers(role: Role) -> list[Any]:
-    return [buffer for chunk in role.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    return [buffer for chunk in role.model.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]

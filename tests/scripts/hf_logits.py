@@ -85,14 +85,14 @@ def main() -> None:
     theirs = AutoModelForCausalLM.from_pretrained(given.folder, dtype=dtype).eval()
     with one_thread_world(), tempfile.TemporaryDirectory() as exported:
         role = actor_of(given.folder, given.dtype)
-        gpt = role.chunks[0].module
+        gpt = role.model.chunks[0].module
 
         def ours(ids: Tensor) -> Tensor:
             return gpt(ids, torch.arange(ids.shape[1])[None], None)
 
         imported = compare("import", ours, lambda ids: theirs(ids).logits, tokens)
         model = role.config.model
-        save_hf(whole_tensors(role.chunks), model=model, tokenizer=tokenizer, folder=Path(exported))
+        save_hf(whole_tensors(role.model.chunks), model=model, tokenizer=tokenizer, folder=Path(exported))
         again = AutoModelForCausalLM.from_pretrained(exported, dtype=dtype).eval()
         compare("export", lambda ids: again(ids).logits, lambda ids: theirs(ids).logits, tokens)
         before, after = theirs.state_dict(), again.state_dict()

@@ -28,7 +28,7 @@ from trainer.checkpoint import folder, storage
 from trainer.checkpoint.state import Checkpoints, _states
 from trainer.config.pieces import make_task
 from trainer.megatron.build import named_tensors
-from trainer.megatron.optimizer import shares, step_count
+from trainer.megatron.optimizer import shares
 from trainer.memory.ledger import sample_memory
 from trainer.plan import KINDS
 from trainer.tasks.tokenizer import load_tokenizer
@@ -63,13 +63,13 @@ def test_a_share_is_named_after_the_parameter_it_belongs_to(name, optimizer):
     """The critic's fp32 value head beside bf16 parameters too."""
     role = make_role(name, *OPTIMIZERS[optimizer])
     train(role)
-    params = dict(named_tensors(role.chunks))
-    found = {share.name: share for share in shares(role.optimizer, params)}
+    params = dict(named_tensors(role.model.chunks))
+    found = {share.name: share for share in shares(role.model.optimizer, params)}
     assert found.keys() == {key for key, tensor in params.items() if isinstance(tensor, torch.nn.Parameter)}
     for key, share in found.items():
         assert share.start == 0
         assert torch.equal(share.tensors["main"].view(params[key].shape).to(params[key].dtype), params[key]), key
-    assert step_count(role.optimizer) == 1
+    assert role.model.step_count() == 1
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -210,7 +210,7 @@ def test_a_save_takes_the_host_memory_that_wakes_up_and_no_more(policy, tmp_path
     Path("/proc/self/clear_refs").write_text("5")  # peak := now
     saving.save({"critic": role}, step=2, **STATE)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    growth, count = int(status["VmHWM"].split()[0]) * 1024 - before, role.parameter_count()
+    growth, count = int(status["VmHWM"].split()[0]) * 1024 - before, role.model.parameter_count()
     assert notes == []
     expected = (2 + 4 if policy == "rebuild" else 2) * count
     assert 14 * count > 60 * MIB
@@ -248,7 +248,7 @@ def test_saved_asleep_is_saved_awake_and_nothing_stays_awake(name, overrides, tm
     events = []
     role = make_role(name, *overrides, events=events)
     train(role)
-    if role.backuper:
+    if role._weights.backuper:
         role.copy_to_tag("ref")
     train(role)
     digest = role.weights_sha256()
@@ -264,7 +264,7 @@ def test_saved_asleep_is_saved_awake_and_nothing_stays_awake(name, overrides, tm
     awake, asleep = (files(tmp_path / "checkpoints" / f"step_{step}") for step in (1, 2))
     assert asleep == awake
     kinds_saved = {key.split("/")[1] for key in whole_tensors(tmp_path / "checkpoints" / "step_2")}
-    assert kinds_saved == {"weights", "main", "exp_avg", "exp_avg_sq"} | ({"ref"} if role.backuper else set())
+    assert kinds_saved == {"weights", "main", "exp_avg", "exp_avg_sq"} | ({"ref"} if role._weights.backuper else set())
     role.wake_up()
     assert role.weights_sha256() == digest
 

@@ -8,7 +8,6 @@ from tests.helpers.recording import recorded
 from tests.helpers.roles import fresh_saver, make_role, same_weights, small_config, train, weights_of
 from trainer import loop, worker
 from trainer.measure.phases import Phases
-from trainer.megatron import optimizer
 
 pytestmark = pytest.mark.usefixtures("saver")
 STEPS = ("algo.warmup_steps=4", "algo.num_steps=3")
@@ -43,11 +42,11 @@ def test_a_restarted_optimizer_takes_the_step_that_a_new_one_takes(policy, dtype
     used.load_weights(weights_of(used))  # of main params: what is in the weights, as a new role has it
     before = weights_of(used)
     used.restart_optimizer()
-    assert optimizer.step_count(used.optimizer) == 0
+    assert used.model.step_count() == 0
     used.sleep()
     used.wake_up()
     train(used, steps=1)
-    assert optimizer.step_count(used.optimizer) == 1
+    assert used.model.step_count() == 1
     fresh_saver()
     new = make_role("actor", *overrides)
     new.load_weights(before)

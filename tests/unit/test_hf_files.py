@@ -141,14 +141,17 @@ def test_a_trained_actor_is_exported_and_comes_back_bit_for_bit(family, tied, tm
     trained, model = roles.weights_of(actor), actor.config.model
     assert not roles.same_weights(start, trained)
 
-    save_hf(named_tensors(actor.chunks), model=model, tokenizer=tokenizer(), folder=tmp_path / "out")
+    save_hf(named_tensors(actor.model.chunks), model=model, tokenizer=tokenizer(), folder=tmp_path / "out")
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert hf.dtype == torch.bfloat16
     assert type(hf.config) is type(FAMILIES[family])
     tokens = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         torch.testing.assert_close(
-            hf.float()(tokens).logits, logits_of(actor.chunks[0].module.float(), tokens).detach(), atol=1e-4, rtol=0
+            hf.float()(tokens).logits,
+            logits_of(actor.model.chunks[0].module.float(), tokens).detach(),
+            atol=1e-4,
+            rtol=0,
         )
     returned, _, named = load(tmp_path / "out")
     assert returned.digest != model.digest

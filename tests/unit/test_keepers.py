@@ -164,12 +164,12 @@ def test_an_error_of_the_disk_reaches_whoever_waits(folder):
 def test_a_state_after_fifty_steps_takes_at_most_ten_and_a_half_bytes_per_parameter(folder):
     role = make_role("actor")
     train(role, lr=1e-3, steps=50)
-    pieces = [piece.clone() for piece in role._state.pieces]
+    pieces = [piece.clone() for piece in role.model.state.pieces]
     store = packed_store(pieces, folder)
     keeper = StateKeeper(pieces, main_pieces=1, store=store)
     expected = bits(pieces)
     sleep(keeper, pieces)
-    assert 9 < store.host_bytes / role.parameter_count() <= 10.5
+    assert 9 < store.host_bytes / role.model.parameter_count() <= 10.5
     wake_up(keeper, pieces)
     assert same_bits(pieces, expected)
 

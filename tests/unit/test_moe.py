@@ -23,7 +23,7 @@ from tests.helpers.roles import (
 )
 from trainer.config.schema import ModelConfig
 from trainer.measure import metrics
-from trainer.megatron import moe, optimizer
+from trainer.megatron import moe
 from trainer.megatron.groups import tensor_parallel_group
 from trainer.training import step
 from trainer.training.micro_batches import Split
@@ -72,7 +72,7 @@ def test_routing_weights_are_fp32_in_a_bf16_model():
     """1/3 and 2/3 in bf16 would sum to 1.0016."""
     role = make_role("actor", *MOE)
     found = []
-    for layer in moe._moe_layers(role.chunks[0]):
+    for layer in moe._moe_layers(role.model.chunks[0]):
         layer.router.register_forward_hook(lambda module, inputs, outputs: found.append((inputs[0], outputs[0])))
     step.log_probs(role, make_batch([3, 2]), temperature=1.0, vocab_size=64, split=Split(2))
     assert len(found) == 2
@@ -98,7 +98,7 @@ def test_the_loss_by_hand():
 
 
 def gradients(role, batch, *overrides, micro_batch_size):
-    optimizer.set_learning_rate(role.optimizer, 0.0)
+    role.model.set_learning_rate(0.0)
     sums = step.train_minibatch(role, batch, loss_of(role, *overrides), split=Split(micro_batch_size))
     return sums, [buffer.grad_data.clone() for buffer in ddp_buffers(role)]
 
@@ -141,10 +141,10 @@ def test_the_gradient_is_that_of_the_mean_over_sequences(mode):
         of_sequences = moe.load_balancing_loss(probabilities, is_chosen, is_real=is_real, group=group)
         losses.append((of_sequences * weights).sum())
 
-    for layer in moe._moe_layers(role.chunks[0]):
+    for layer in moe._moe_layers(role.model.chunks[0]):
         layer.router.register_forward_hook(hook)
     with role.training():
-        role.chunks[0](batch.tokens, columns.T.expand_as(batch.tokens), None)
+        role.model.chunks[0](batch.tokens, columns.T.expand_as(batch.tokens), None)
         (0.5 * sum(losses)).backward()
         expected = [buffer.grad_data.clone() for buffer in ddp_buffers(role)]
     assert sums["aux_loss_sum"] / sums["loss_count"] == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
@@ -170,7 +170,7 @@ def test_it_is_reported_and_evens_the_load():
     for coef in (0.0, 10.0):
         fresh_saver()
         role = make_role("critic", *FP32, *MOE, f"model.router_aux_loss_coef={coef}", "model.init_std=0.2")
-        optimizer.set_learning_rate(role.optimizer, 1e-2)
+        role.model.set_learning_rate(1e-2)
         batch = make_batch([9, 12, 7, 11])
         history = [step.train_minibatch(role, batch, loss_of(role), split=Split(2)) for _ in range(30)]
         ends[coef] = metrics.of_critic(history[-1:])["critic/aux_loss"]
@@ -198,7 +198,7 @@ def test_the_same_seed_gives_the_same_weights_and_no_two_are_alike():
 def test_nothing_of_a_forward_pass_outlives_a_sleep():
     role = make_role("actor", *MOE)
     train(role)
-    dispatchers = [layer.token_dispatcher for layer in moe._moe_layers(role.chunks[0])]
+    dispatchers = [layer.token_dispatcher for layer in moe._moe_layers(role.model.chunks[0])]
 
     def kept():
         tensors = [value for d in dispatchers for value in vars(d).values() if isinstance(value, torch.Tensor)]

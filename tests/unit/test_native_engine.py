@@ -9,7 +9,6 @@ import torch
 from tests.helpers.engines import EOS, MODEL, ROLLOUT, VOCABULARY, Native, chain_weights, random_weights
 from tests.helpers.megatron_world import one_rank_world
 from tests.helpers.roles import make_role
-from trainer.megatron.build import named_tensors
 from trainer.memory.saver import NullSaver, make_saver
 from trainer.rollout.native.cache import KvCache, cache_of
 from trainer.rollout.native.engine import NativeEngine
@@ -203,7 +202,7 @@ def test_nan_names_the_prompt(make_engine):
     engine = make_engine()
     engine.wake_up(random_weights(engine).items())
     with torch.no_grad():
-        dict(named_tensors(engine._actor.chunks))["embedding.word_embeddings.weight"][201] = torch.nan
+        engine._actor.model.tensors()["embedding.word_embeddings.weight"][201] = torch.nan
     with pytest.raises(RuntimeError, match=r"response 1 are NaN .* \[40, 201, 41\]"):
         engine.generate([[10, 11], [40, 201, 41], [12]], seed=1)
     engine.wake_up(random_weights(engine).items())
@@ -258,12 +257,12 @@ def test_experts_that_lie_in_megatrons_buffer_are_one_product():
     """Every expert on every token, weighed with the router's weights: the same as each expert on its own tokens."""
     with one_rank_world():
         role = make_role("actor", "offload=none", "model.num_experts=4", "model.num_experts_per_tok=2")
-        layer = role.chunks[0].module.decoder.layers[0].mlp
+        layer = role.model.chunks[0].module.decoder.layers[0].mlp
         experts = Experts(layer, dtype=torch.bfloat16)
         assert experts._fc1 is not None
         assert experts._fc2 is not None
         assert experts._fc1[0].shape == (4, 256, 64)
-        assert experts._fc1[0].data_ptr() >= role.chunks[0].buffers[0].param_data.data_ptr()
+        assert experts._fc1[0].data_ptr() >= role.model.chunks[0].buffers[0].param_data.data_ptr()
         tokens = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
         with torch.no_grad():
             one, other = (experts(tokens, has_fixed_shapes=fixed) for fixed in (True, False))

@@ -36,7 +36,7 @@ def numbers_of(role, batch, split):
 
 
 def gradients(role, batch, split):
-    for group in role.optimizer.param_groups:
+    for group in role.model.optimizer.param_groups:
         group["lr"] = 0.0
     sums = step.train_minibatch(role, batch, loss_of(role), split=split)
     return sums, torch.cat([buffer.grad_data.clone() for buffer in ddp_buffers(role)])

@@ -115,7 +115,7 @@ def test_the_plan_counts_its_weights_and_nothing_else(folder):
     assert (holding.kind, holding.keeper) == ("rest", "backuper")
     assert holding.train_bytes == holding.forward_bytes == sum(sizes)
     assert holding.host_asleep_bytes == sum(-(-size // 64) * 64 for size in sizes)
-    assert found.parameter_counts["reward"] == run.roles["reward"].parameter_count()
+    assert found.parameter_counts["reward"] == run.roles["reward"].model.parameter_count()
     assert not {"train reward", "save reward"} & {moment.name for moment in found.moments}
 
 

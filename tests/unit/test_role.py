@@ -21,16 +21,17 @@ from tests.helpers.roles import (
     train,
     weights_of,
 )
-from trainer.loop import start_critic_from
 from trainer.megatron.build import named_tensors
 from trainer.megatron.optimizer import inner_optimizers
 from trainer.memory.arena import HostArenas
 from trainer.plan import KINDS
 from trainer.plan.holdings import arena_bytes
 from trainer.roles.backuper import TensorBackuper
-from trainer.roles.role import FORWARD, Role
+from trainer.roles.role import FORWARD
+from trainer.roles.weights import RoleWeights
 from trainer.training import step
 from trainer.training.micro_batches import Split
+from trainer.training.warm_up import start_critic_from
 
 MIB = 1 << 20
 MEDIUM = ("model.layers=2", "model.hidden_size=512", "model.ffn_size=1536")  # 6M parameters, 100 MB awake
@@ -183,7 +184,7 @@ def test_gradients_are_garbage_after_a_wake_up_and_zero_before_every_use():
     """Padding included: the gradient norm covers it."""
     for name in ("actor", "critic"):
         role = make_role(name, "model.hidden_size=40", "model.heads=2", "model.kv_heads=2")
-        assert sum(buffer.grad_data.numel() for buffer in ddp_buffers(role)) > role.parameter_count()
+        assert sum(buffer.grad_data.numel() for buffer in ddp_buffers(role)) > role.model.parameter_count()
         train(role)
         role.sleep()
         role.wake_up()
@@ -226,7 +227,7 @@ def test_nothing_makes_a_role_sleep_or_changes_its_weights_between_two_micro_bat
             call(role)
         refusals.append(str(caught.value))
 
-    handle = role.chunks[0].register_forward_pre_hook(hooked)
+    handle = role.model.chunks[0].register_forward_pre_hook(hooked)
     train(role)
     handle.remove()
     train(undisturbed)
@@ -243,7 +244,7 @@ class RestoreLog:
 
     def __init__(self, monkeypatch):
         self.calls: list[str] = []
-        for owner, name in ((TensorBackuper, "restore"), (Role, "_switch_model")):
+        for owner, name in ((TensorBackuper, "restore"), (RoleWeights, "switch_to")):
             original = getattr(owner, name)
 
             def spy(self_, tag, original=original, name=name):
@@ -264,7 +265,7 @@ def test_waking_straight_to_the_reference_restores_nothing_else(policy, monkeypa
         pass  # it was awake, with other weights
     log.calls.clear()
     with role.awake(kinds=FORWARD, tag="ref"):
-        assert log.calls == ["_switch_model ref", "restore ref"]
+        assert log.calls == ["switch_to ref", "restore ref"]
         assert role.active_tag == "ref"
         assert same_weights(weights_of(role), reference)
         assert role.is_asleep("optim")
@@ -277,7 +278,7 @@ def test_waking_parameters_ends_in_a_restore_even_of_the_active_tag(policy, monk
     log = RestoreLog(monkeypatch)
     role.sleep(kinds=FORWARD)
     role.wake_up(kinds=FORWARD)
-    assert log.calls == ["_switch_model actor", *(["restore actor"] if policy != "rebuild" else [])]
+    assert log.calls == ["switch_to actor", *(["restore actor"] if policy != "rebuild" else [])]
     assert role.weights_sha256() == expected
 
 
@@ -349,10 +350,10 @@ def test_arenas_reserved_before_a_role_is_built_have_the_size_that_it_needs():
     for name in ("actor", "critic"):
         fresh_saver()
         role = make_role(name, "memory=lean", arenas=arenas)
-        if role.backuper is not None:
+        if role._weights.backuper is not None:
             role.copy_to_tag("ref")
             for tag in ("actor", "ref"):
-                first = next(iter(role.backuper.get(tag).values()))
+                first = next(iter(role._weights.backuper.get(tag).values()))
                 assert first.data_ptr() == addresses[f"weights/{tag}"]
         role.sleep()
         keeper = role._regions.keeper_of_sleeping_state
@@ -422,7 +423,7 @@ def test_a_critic_started_from_the_actor_has_its_body_and_its_own_head():
     head = weights_of(critic)["output_layer.weight"]
     assert head.shape == (1, 64)
     assert not same_weights({name: weights_of(critic)[name] for name in body}, body)
-    start_critic_from(actor.backuper.get("actor"), critic)
+    start_critic_from(actor._weights.backuper.get("actor"), critic)
     expected = body | {"output_layer.weight": head}
     assert same_weights(weights_of(critic), expected)
     train(critic, lr=0.0)
@@ -469,7 +470,7 @@ def test_rss_falls_by_what_is_released_and_stays_flat(policy):
     assert {event["kind"] for event in first_sleep} == set(kinds)
     per_parameter = {"full": 20, "no_grads": 16, "lean": 14, "rebuild": 12}[policy]
     host_bytes = sum(event["backup_bytes"] for event in first_sleep)
-    assert host_bytes == pytest.approx(per_parameter * role.parameter_count(), rel=0.02)
+    assert host_bytes == pytest.approx(per_parameter * role.model.parameter_count(), rel=0.02)
     assert sum(event["released_bytes"] for event in first_sleep) == region_bytes(role)
 
 
@@ -486,7 +487,7 @@ def test_every_tensor_of_a_sleeping_role_is_in_a_region_or_a_backup(name, overri
     role = make_role(name, "model.hidden_size=128", "model.ffn_size=256", *overrides)
     train(role, lengths=(90, 5))
     role.sleep()
-    arenas = [arena for arena, _ in role.backuper._tags.values()] if role.backuper else []
+    arenas = [arena for arena, _ in role._weights.backuper._tags.values()] if role._weights.backuper else []
     arenas = {arena._flat.data_ptr() for arena in [*arenas, role._regions._keeper._store._arena]}
     regions = set()
     for tensor in tensors_alive():
@@ -508,10 +509,15 @@ def test_both_buffers_of_a_critic_sleep():
         assert region_of(buffer.param_data) == ("critic/param", True)
         assert region_of(buffer.grad_data) == ("critic/grad", False)
     in_buffers = {id(parameter) for buffer in ddp_buffers(critic) for parameter in buffer.params}
-    rest = {name: region_of(t) for name, t in named_tensors(critic.chunks) if id(t) not in in_buffers}
+    rest = {name: region_of(t) for name, t in named_tensors(critic.model.chunks) if id(t) not in in_buffers}
     assert rest == {"rotary_pos_emb.inv_freq": ("critic/rest", True)}
-    assert [region_of(piece) for piece in critic._state.pieces] == [("critic/optim", False), ("critic/optim/1", False)]
-    moments = [inner.optimizer.state[p] for inner in inner_optimizers(critic.optimizer) for p in inner.optimizer.state]
+    assert [region_of(piece) for piece in critic.model.state.pieces] == [
+        ("critic/optim", False),
+        ("critic/optim/1", False),
+    ]
+    moments = [
+        inner.optimizer.state[p] for inner in inner_optimizers(critic.model.optimizer) for p in inner.optimizer.state
+    ]
     assert len(moments) == len(in_buffers)
     assert {region_of(tensor)[0] for both in moments for tensor in both.values()} == {"critic/optim/1"}
 
@@ -519,12 +525,12 @@ def test_both_buffers_of_a_critic_sleep():
 def test_the_optimizer_state_sleeps_in_pieces_of_the_size_asked_for():
     """32 KiB hold 8192 elements. Each larger parameter has pieces of its own."""
     whole, cut = (make_role("critic", *options) for options in ((), ("memory.piece_mib=0.03125",)))
-    large = {param.numel() for param in cut.chunks[0].parameters() if param.numel() > 8192}
-    sizes = [piece.numel() for piece in cut._state.pieces]
+    large = {param.numel() for param in cut.model.chunks[0].parameters() if param.numel() > 8192}
+    sizes = [piece.numel() for piece in cut.model.state.pieces]
     assert large == {size for size in sizes if size > 8192}
-    assert sum(sizes[: cut._state.main_pieces]) == whole._state.pieces[0].numel()
-    assert sum(sizes) == sum(piece.numel() for piece in whole._state.pieces)
-    tags = [torch_memory_saver._impl.region_of(piece)[0] for piece in cut._state.pieces]
+    assert sum(sizes[: cut.model.state.main_pieces]) == whole.model.state.pieces[0].numel()
+    assert sum(sizes) == sum(piece.numel() for piece in whole.model.state.pieces)
+    tags = [torch_memory_saver._impl.region_of(piece)[0] for piece in cut.model.state.pieces]
     assert tags == ["critic/optim", *(f"critic/optim/{number}" for number in range(1, len(sizes)))]
 
 
@@ -534,7 +540,11 @@ def test_asleep_bytes_are_the_same_after_every_path():
 
     def asleep():
         assert all(role.is_asleep(kind) for kind in KINDS)
-        return torch_memory_saver._impl.resident_bytes("actor/param"), region_bytes(role), role.backuper.host_bytes
+        return (
+            torch_memory_saver._impl.resident_bytes("actor/param"),
+            region_bytes(role),
+            role._weights.backuper.host_bytes,
+        )
 
     role.sleep()
     expected = asleep()
@@ -585,7 +595,7 @@ def test_offload_none_pins_nothing_sleeps_nothing_and_keeps_only_what_switching_
     assert events == []
     assert torch_memory_saver._impl._regions == {}
     assert [buffer.param_data.data_ptr() for buffer in ddp_buffers(actor)] == addresses
-    assert critic.backuper is None
-    assert actor.backuper.backup_tags == ("actor",)
-    assert not any(arena.is_on_device or arena._pinning for arena, _ in actor.backuper._tags.values())
+    assert critic._weights.backuper is None
+    assert actor._weights.backuper.backup_tags == ("actor",)
+    assert not any(arena.is_on_device or arena._pinning for arena, _ in actor._weights.backuper._tags.values())
     assert actor._regions._keeper is None

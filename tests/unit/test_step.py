@@ -43,7 +43,7 @@ def log_probs(role, batch, *, micro_batch_size=2):
 
 def gradients(role, batch, *overrides, split):
     """(reported sums, gradients per buffer) of one step that leaves the weights alone."""
-    for group in role.optimizer.param_groups:
+    for group in role.model.optimizer.param_groups:
         group["lr"] = 0.0
     sums = step.train_minibatch(role, batch, loss_of(role, *overrides), split=split)
     return sums, [buffer.grad_data.clone() for buffer in ddp_buffers(role)]
@@ -61,8 +61,8 @@ def test_no_split_into_micro_batches_changes_a_gradient(name, mode):
     overrides = (f"algo.loss_aggregation={mode}", f"algo.critic_loss_aggregation={mode}")
     with role.training():
         given, loss = ModelInput.padded(batch, multiple=1), loss_of(role, *overrides)
-        output = role.chunks[0](given.tokens, given.positions, None)
-        numerator, count, _ = loss.compute(batch, *loss.read(role.chunks[0].module, given, output))
+        output = role.model.chunks[0](given.tokens, given.positions, None)
+        numerator, count, _ = loss.compute(batch, *loss.read(role.model.chunks[0].module, given, output))
         assert count == {"token_mean": 254}.get(mode, 4)
         (numerator / count).backward()
         expected = [buffer.grad_data.clone() for buffer in ddp_buffers(role)]
@@ -168,8 +168,8 @@ def test_one_micro_batch_has_logits_at_a_time(forward_only):
         alive.append(sum(not output.expired() for output in outputs))
 
     hooks = [
-        role.chunks[0].register_forward_pre_hook(count_alive),
-        role.chunks[0].register_forward_hook(
+        role.model.chunks[0].register_forward_pre_hook(count_alive),
+        role.model.chunks[0].register_forward_hook(
             lambda module, arguments, output: outputs.append(StorageWeakRef(output.untyped_storage()))
         ),
     ]
@@ -270,7 +270,7 @@ def test_without_a_reward_kl_pulls_a_perturbed_actor_back_to_the_reference(overr
 
     def distributions(tag):
         with run.actor.awake(kinds=FORWARD, tag=tag):
-            return logits_of(run.actor.chunks[0].module, fixed.tokens).detach().log_softmax(-1)
+            return logits_of(run.actor.model.chunks[0].module, fixed.tokens).detach().log_softmax(-1)
 
     def kl_to_reference():
         actor, reference = distributions("actor"), distributions("ref")

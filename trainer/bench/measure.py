@@ -9,7 +9,7 @@ from __future__ import annotations
 import faulthandler
 import platform as host_platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -62,7 +62,7 @@ def run_case(job: CaseJob) -> dict[str, Any]:
         "platform": platform.describe(job.config),
         "nproc": job.config.launch.nproc,
         "versions": versions(),
-        "parameters": {role.name: role.parameter_count() for role in roles},
+        "parameters": {role.name: role.model.parameter_count() for role in roles},
         "build_seconds": build_seconds,
         "memory_baseline": baseline,
         "cycles": cycles,
@@ -143,17 +143,11 @@ def _build(job: CaseJob, events: list[dict[str, Any]]) -> list[Any]:
     return roles
 
 
-def _grad_buffers(role: Any) -> Iterator[torch.Tensor]:
-    for chunk in role.chunks:
-        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-            yield buffer.grad_data
-
-
 def _step_on_noise(role: Any, *, seed: int) -> None:
     """One real optimizer step on random gradients, after which no moment is zero."""
     torch.manual_seed(seed)
     with role.training():
-        for gradients in _grad_buffers(role):
+        for gradients in role.model.grad_buffers():
             gradients.normal_()
         updated, _ = role.step()
     assert updated
@@ -163,7 +157,7 @@ def _pretend_to_have_trained(role: Any) -> None:
     """A step that is skipped for its infinite gradient norm: nothing changes, but every host copy counts as stale, so
     that the next sleep copies all it would copy after real training."""
     with role.training():
-        for gradients in _grad_buffers(role):
+        for gradients in role.model.grad_buffers():
             gradients.fill_(torch.inf)
         updated, _ = role.step()
     assert not updated
@@ -188,11 +182,8 @@ def state_checksums(role: Any) -> list[int]:
     """One checksum per 64 MiB piece of every model tensor, main param and moment of this rank, computed where the
     tensor lies: the sum of its 16-bit words, each times its odd position, modulo 2^64. A change of any single word, or
     a swap of two different ones, changes it."""
-    from trainer.bench.peers import state_tensors
-    from trainer.megatron.build import named_tensors
-
     torch.cuda.synchronize()  # the optimizer state may be on its way back
-    tensors = [*(tensor for _, tensor in named_tensors(role.chunks)), *state_tensors(role.optimizer)]
+    tensors = [*role.model.tensors().values(), *role.model.optimizer_tensors()]
     words = [tensor.detach().reshape(-1).view(torch.int16) for tensor in tensors]
     pieces = [piece for tensor in words for piece in tensor.split(_CHECKSUM_PIECE_WORDS)]
     positions = 2 * torch.arange(_CHECKSUM_PIECE_WORDS, device=torch.cuda.current_device()) + 1

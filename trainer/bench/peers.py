@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,8 @@ from patches.ddp_buffer_backup import RegionFor
 from trainer.config.roles import role_spec, trained_role
 from trainer.config.schema import Config
 from trainer.megatron import optimizer as optimizers
-from trainer.megatron.build import build_chunks, drop_caches, move_rest, named_tensors, wrap_ddp
+from trainer.megatron.build import build_chunks, drop_caches, move_rest, wrap_ddp
+from trainer.megatron.sharding import Chunk, named_tensors
 from trainer.memory.arena import HostArenas
 from trainer.memory.regions import MemoryObserver, RoleRegions
 from trainer.memory.saver import Saver
@@ -38,10 +39,37 @@ class Parts:
     arenas: HostArenas
 
 
-class _Peer:
-    """What the benchmark calls on a role. Megatron's optimizer stays as Megatron makes it."""
+class _PeerModel:
+    """What the benchmark calls on the model of a role (:class:`trainer.roles.model.RoleModel`)."""
 
     optimizer: Any
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self.chunks = chunks
+
+    def parameter_count(self) -> int:
+        return sum(param.numel() for chunk in self.chunks for param in chunk.parameters())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return dict(named_tensors(self.chunks))
+
+    def optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        """Main params and moments, in a fixed order."""
+        for inner in optimizers.inner_optimizers(self.optimizer):
+            for group in inner.optimizer.param_groups:
+                for param in group["params"]:
+                    yield param.data
+                    yield from (value for value in inner.optimizer.state[param].values() if torch.is_tensor(value))
+
+    def buffers(self) -> list[Any]:
+        return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]  # type: ignore[misc]
+
+    def grad_buffers(self) -> Iterator[torch.Tensor]:
+        return (buffer.grad_data for buffer in self.buffers())
+
+
+class _Peer:
+    """What the benchmark calls on a role. Megatron's optimizer stays as Megatron makes it."""
 
     def __init__(self, name: str, config: Config, *, parts: Parts, region_for: RegionFor | None = None) -> None:
         self.name, self._config, self._parts = name, trained_role(config, name), parts
@@ -53,23 +81,18 @@ class _Peer:
             value_head=role_spec(config, name).has_value_head,
         )
         grad, param = (bool(parts.plan.row(name, kind).flag) for kind in ("grad", "param"))
-        self.chunks: list[Any] = [
-            wrap_ddp(gpt, self._config.ddp, disable_grad_backup=grad, disable_param_backup=param, region_for=region_for)
-            for gpt in gpts
-        ]
-
-    def parameter_count(self) -> int:
-        return sum(param.numel() for chunk in self.chunks for param in chunk.parameters())
+        how = {"disable_grad_backup": grad, "disable_param_backup": param, "region_for": region_for}
+        self.model = _PeerModel([wrap_ddp(gpt, self._config.ddp, **how) for gpt in gpts])
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        for chunk in self.chunks:
+        for chunk in self.model.chunks:
             chunk.zero_grad_buffer()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.optimizer.zero_grad(set_to_none=True)
         yield
 
     def step(self) -> tuple[bool, float]:
-        return optimizers.step(self.optimizer)
+        return optimizers.step(self.model.optimizer)
 
 
 class MegatronOffload(_Peer):
@@ -77,12 +100,12 @@ class MegatronOffload(_Peer):
 
     def __init__(self, name: str, config: Config, *, parts: Parts) -> None:
         super().__init__(name, config, parts=parts)
-        self.optimizer = optimizers.megatron_optimizer(self.chunks, self._config)
-        self._buffers = [b for chunk in self.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+        self.model.optimizer = optimizers.megatron_optimizer(self.model.chunks, self._config)
+        self._buffers = self.model.buffers()
 
     def sleep(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        self.optimizer.offload_to_cpu()  # first, since fp32 main params are views of the parameter buffer
+        self.model.optimizer.zero_grad(set_to_none=True)
+        self.model.optimizer.offload_to_cpu()  # first, since fp32 main params are views of the parameter buffer
         for buffer in self._buffers:
             buffer.offload_to_cpu()
         torch.cuda.empty_cache()
@@ -91,12 +114,12 @@ class MegatronOffload(_Peer):
     def wake_up(self) -> None:
         for buffer in self._buffers:
             buffer.reload_from_cpu()
-        self.optimizer.restore_from_cpu()
+        self.model.optimizer.restore_from_cpu()
         self._record("awake")
 
     def _record(self, state: str) -> None:
         params = [buffer.param_data_cpu for buffer in self._buffers if buffer.param_data_cpu is not None]
-        optim = sum(tensor.nbytes for tensor in state_tensors(self.optimizer))
+        optim = sum(tensor.nbytes for tensor in self.model.optimizer_tensors())
         sizes = {"param": sum(_pinned_bytes(tensor) for tensor in params), "optim": optim}
         for kind, size in sizes.items():
             self._parts.observer({"role": self.name, "kind": kind, "state": state, "backup_bytes": size})
@@ -108,13 +131,13 @@ class SlimeLike(_Peer):
     def __init__(self, name: str, config: Config, *, parts: Parts) -> None:
         self._regions = RoleRegions(name, plan=parts.plan, saver=parts.saver, observer=parts.observer)
         super().__init__(name, config, parts=parts, region_for=self._regions.of_ddp_buffer)
-        move_rest(self.chunks, self._regions.region("rest"))
+        move_rest(self.model.chunks, self._regions.region("rest"))
         with self._regions.optimizer_region(0):
-            self.optimizer = optimizers.megatron_optimizer(self.chunks, self._config)
+            self.model.optimizer = optimizers.megatron_optimizer(self.model.chunks, self._config)
         self._has_state = False
         self._copies: dict[str, torch.Tensor] = {}
         if role_spec(config, name).has_backuper:
-            for key, tensor in named_tensors(self.chunks):
+            for key, tensor in self.model.tensors().items():
                 self._copies[key] = torch.empty_like(tensor, device="cpu", pin_memory=parts.arenas.pinned)
 
     def step(self) -> tuple[bool, float]:
@@ -125,9 +148,9 @@ class SlimeLike(_Peer):
             return super().step()
 
     def sleep(self) -> None:
-        for key, tensor in named_tensors(self.chunks) if self._copies else ():
+        for key, tensor in self.model.tensors().items() if self._copies else ():
             self._copies[key].copy_(tensor.detach(), non_blocking=True)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.optimizer.zero_grad(set_to_none=True)
         drop_caches()
         torch.cuda.synchronize()
         gc.collect()
@@ -137,7 +160,7 @@ class SlimeLike(_Peer):
     def wake_up(self) -> None:
         self._regions.wake_up(KINDS, backuper_bytes=self._backuper_bytes())
         with torch.no_grad():
-            for key, tensor in named_tensors(self.chunks) if self._copies else ():
+            for key, tensor in self.model.tensors().items() if self._copies else ():
                 tensor.copy_(self._copies[key], non_blocking=True)
         torch.cuda.synchronize()
 
@@ -149,12 +172,3 @@ class SlimeLike(_Peer):
 def _pinned_bytes(tensor: torch.Tensor) -> int:
     """torch's pinned allocator rounds every tensor up to a power of two."""
     return 1 << (tensor.nbytes - 1).bit_length()
-
-
-def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Every tensor that an optimizer works on: main params and moments, in a fixed order."""
-    for inner in optimizers.inner_optimizers(optimizer):
-        for group in inner.optimizer.param_groups:
-            for param in group["params"]:
-                yield param.data
-                yield from (value for value in inner.optimizer.state[param].values() if torch.is_tensor(value))

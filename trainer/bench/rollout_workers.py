@@ -94,7 +94,7 @@ class _Bench:
             observer=lambda event: None,
             arenas=HostArenas.of(config),
         )
-        self.parameters = self._actor.parameter_count()
+        self.parameters = self._actor.model.parameter_count()
         self.bandwidth = _copy_bandwidth(2**31 if self.is_gpu else 2**26)
         self.floor_seconds = self._floor(job.bench.prompts, job.bench.new_tokens)
 
@@ -159,7 +159,6 @@ class _Bench:
         return self.native(compile=True)
 
     def hf(self) -> dict[str, Any]:
-        from trainer.megatron.sharding import whole_tensors
         from trainer.memory.saver import NullSaver
         from trainer.models.hf_bridge import to_hf
         from trainer.rollout.hf import HfEngine
@@ -172,7 +171,7 @@ class _Bench:
             saver=NullSaver(),
             observer=lambda event: None,
         )
-        engine.wake_up(to_hf(whole_tensors(self._actor.chunks), model=self._model))
+        engine.wake_up(to_hf(self._actor.whole_weights(), model=self._model))
         prompts = self._prompts(bench.prompts)
         return self._timed(lambda: int(engine.generate(prompts, seed=1).response_mask.sum()), repeats=1)
 
@@ -261,7 +260,9 @@ class _Bench:
     def _pass_over(self, prompts: list[list[int]]) -> None:
         tokens = torch.tensor(prompts).to(torch.cuda.current_device())
         with torch.no_grad():
-            self._actor.chunks[0](tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), None)
+            self._actor.model.gpts()[0](
+                tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), None
+            )
 
     def _timed(self, call: Callable[[], int], *, repeats: int | None = None) -> dict[str, Any]:
         """``call`` returns the tokens that it drew."""

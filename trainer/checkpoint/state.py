@@ -41,8 +41,7 @@ from trainer.checkpoint.writing import (
 )
 from trainer.config.identity import to_plain
 from trainer.config.schema import Config
-from trainer.megatron import optimizer as optimizers
-from trainer.megatron.sharding import Share, named_tensors, sharding_of
+from trainer.megatron.sharding import Share, sharding_of
 from trainer.roles.role import Role
 
 Roles = Mapping[str, Role]  # that are trained: others have their folder
@@ -108,9 +107,7 @@ class Checkpoints:
             step=step,
             kl_coef=kl_coef,
             schedule_steps=schedule_steps,
-            optimizer_steps={
-                name: self._maximum(optimizers.step_count(role.optimizer)) for name, role in roles.items()
-            },
+            optimizer_steps={name: self._maximum(role.model.step_count()) for name, role in roles.items()},
             tags={name: role.further_tags for name, role in roles.items()},
             record=record,
             config=to_plain(self._config),
@@ -158,7 +155,7 @@ class Checkpoints:
                         for tensor in share.tensors.values():
                             tensor.zero_()  # padding, which no checkpoint holds, stays so
                     storage.load(_state(role, shares), self._resume_from / name, group=self._group)
-                optimizers.set_step_count(role.optimizer, manifest.optimizer_steps[name])
+                role.model.set_step_count(manifest.optimizer_steps[name])
         return manifest
 
     def _write(self, manifest: Manifest, states: Iterable[tuple[str, State]]) -> None:
@@ -212,7 +209,7 @@ def _states(roles: Roles) -> Generator[tuple[str, State], None, None]:
 def _state(role: Role, shares: Iterable[Share], *, copies: bool = True) -> State:
     """Key in the checkpoint -> this rank's pieces. ``copies``: of tensors that another pipeline stage has too, which
     may cut them otherwise."""
-    own = dict(named_tensors(role.chunks))
+    own = role.model.tensors()
     return {
         f"{kind}/{share.name}": pieces_of(share, kind, model_tensor=own[share.name])
         for share in shares

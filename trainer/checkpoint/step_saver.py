@@ -9,7 +9,6 @@ from typing import Any
 
 from trainer.checkpoint.state import Checkpoints
 from trainer.measure.phases import Phases
-from trainer.megatron import optimizer
 from trainer.roles.role import Role
 from trainer.training.finite import NotFinite
 
@@ -63,4 +62,4 @@ class StepSaver:
         return {name: schedule.num_steps for name, schedule in self._schedules.items()}
 
     def _optimizer_steps(self) -> dict[str, int]:
-        return {name: optimizer.step_count(role.optimizer) for name, role in self._learners.items()}
+        return {name: role.model.step_count() for name, role in self._learners.items()}

@@ -7,10 +7,11 @@ same seed gives the same model under every parallel layout.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -36,7 +37,7 @@ from trainer.megatron.groups import tensor_parallel_group
 from trainer.megatron.heads import ValueHead, VocabularyHead
 from trainer.megatron.kernels import layer_parts
 from trainer.megatron.layers import core_attention
-from trainer.megatron.sharding import declare_shardings, named_tensors, sharding_of
+from trainer.megatron.sharding import Chunk, declare_shardings, named_tensors, sharding_of
 from trainer.models.dtypes import DTYPES
 
 
@@ -186,7 +187,7 @@ def _draw_weights(gpt: GPTModel, model: ModelConfig, *, seed: int) -> None:
     start as ones and zeros, stay. Each whole matrix has a seed of its own; a rank keeps its part of it.
     """
     group = tensor_parallel_group()
-    for name, tensor in named_tensors([SimpleNamespace(module=gpt)]):
+    for name, tensor in named_tensors([cast(Chunk, SimpleNamespace(module=gpt))]):
         if not isinstance(tensor, torch.nn.Parameter) or tensor.dim() < 2 or tensor is _value_weight(gpt):
             continue
         ends_branch = name.endswith((".linear_proj.weight", ".linear_fc2.weight"))
@@ -218,7 +219,7 @@ def wrap_ddp(
     disable_grad_backup: bool,
     disable_param_backup: bool,
     region_for: RegionFor | None,
-) -> DistributedDataParallel:
+) -> Chunk:
     """Wrap ``gpt`` in Megatron's DDP. ``region_for``: kind of a buffer and whether it has a backup -> its region (see
     ``patches.ddp_buffer_backup``)."""
     settings = DistributedDataParallelConfig(
@@ -241,10 +242,10 @@ def wrap_ddp(
         earlier = gpt.config.no_sync_func or []
         # Megatron wants a list exactly where there are several chunks.
         gpt.config.no_sync_func = chunk.no_sync if gpt.vp_stage is None else [*earlier, chunk.no_sync]  # type: ignore
-    return chunk
+    return cast(Chunk, chunk)
 
 
-class FrozenChunk(torch.nn.Module):
+class _FrozenChunk(torch.nn.Module):
     """A part of a model that is never trained, in the place of Megatron's DDP: no gradients and no buffers."""
 
     def __init__(self, gpt: GPTModel) -> None:
@@ -256,7 +257,12 @@ class FrozenChunk(torch.nn.Module):
         return self.module(*arguments, **options)
 
 
-def move_rest(chunks: list[Any], region: AbstractContextManager[None]) -> None:
+def frozen(gpt: GPTModel) -> Chunk:
+    """``gpt`` as one that is never trained."""
+    return cast(Chunk, _FrozenChunk(gpt))
+
+
+def move_rest(chunks: Sequence[Chunk], region: AbstractContextManager[None]) -> None:
     """Move every tensor of :func:`named_tensors` that lies in no DDP buffer into ``region``, in place.
 
     Done after the buffers took their parameters, so that the region holds live bytes only.

@@ -22,7 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from trainer.common.multiples import ALIGNMENT_BYTES, round_up
 from trainer.config.roles import TrainedRole
 from trainer.megatron.param_shards import gather_params
-from trainer.megatron.sharding import Share
+from trainer.megatron.sharding import Chunk, Share
 from trainer.models.dtypes import DTYPES
 
 _ALIGNMENT_ELEMENTS = ALIGNMENT_BYTES // torch.float32.itemsize
@@ -30,7 +30,7 @@ _STATE_KEYS = ("exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(
-    chunks: list[Any],
+    chunks: Sequence[Chunk],
     role: TrainedRole,
     *,
     region: Callable[[int], AbstractContextManager[None]],
@@ -46,7 +46,7 @@ def build_optimizer(
     return optimizer, _rehome(optimizer, chunks, region, piece_bytes=piece_bytes)
 
 
-def megatron_optimizer(chunks: list[Any], role: TrainedRole) -> Any:
+def megatron_optimizer(chunks: Sequence[Chunk], role: TrainedRole) -> Any:
     """Megatron's optimizer over ``chunks`` as Megatron makes it, its state not in one place."""
     settings = role.optimizer
     return get_megatron_optimizer(
@@ -64,7 +64,7 @@ def megatron_optimizer(chunks: list[Any], role: TrainedRole) -> Any:
             use_distributed_optimizer=role.ddp.use_distributed_optimizer,
             overlap_param_gather=role.ddp.overlap_param_gather,
         ),
-        chunks,
+        list(chunks),  # type: ignore[arg-type]
         use_gloo_process_groups=False,
     )
 
@@ -157,7 +157,7 @@ class OptimizerState:
 
 
 def _rehome(
-    optimizer: Any, chunks: list[Any], region: Callable[[int], AbstractContextManager[None]], *, piece_bytes: int
+    optimizer: Any, chunks: Sequence[Chunk], region: Callable[[int], AbstractContextManager[None]], *, piece_bytes: int
 ) -> OptimizerState:
     """Move main params and moments into the flat tensors of the state; every view starts 64-byte aligned.
 
@@ -206,7 +206,7 @@ def _aligned(param: torch.Tensor) -> int:
     return round_up(param.numel(), _ALIGNMENT_ELEMENTS)
 
 
-def copy_main_to_model_params(optimizer: Any, chunks: list[Any]) -> None:
+def copy_main_to_model_params(optimizer: Any, chunks: Sequence[Chunk]) -> None:
     """Rebuild the parameter buffers from the fp32 main params: cast this rank's shard, all-gather the rest.
 
     Bit-identical to what the last step left, which did the same two things. Collective over the data-parallel group.

@@ -7,14 +7,14 @@ lies in no bucket (frozen parameters, module buffers) is not shared: every rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from trainer.megatron.sharding import named_tensors
+from trainer.megatron.sharding import Chunk, named_tensors
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ParamShards:
         chunks: of Megatron's DDP with the distributed optimizer, dense and expert buffers alike.
     """
 
-    def __init__(self, chunks: list[Any]) -> None:
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._chunks = chunks
         cuts = {id(param): found for chunk in chunks for param, found in _cuts_of(chunk)}
         self._cuts = {name: cuts[id(tensor)] for name, tensor in named_tensors(chunks) if id(tensor) in cuts}
@@ -67,7 +67,7 @@ class ParamShards:
         return flat.view(cuts.shape).cpu()
 
 
-def gather_params(chunks: list[Any]) -> None:
+def gather_params(chunks: Sequence[Chunk]) -> None:
     """All-gather every bucket of the parameter buffers in place, from each rank's share. Collective."""
     for chunk in chunks:
         chunk.start_param_sync(force_sync=True)

@@ -8,11 +8,12 @@ ranks share it; :func:`whole_tensors` streams the whole model to every rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor, distributed
 
 from trainer.common.multiples import divide_up
@@ -21,6 +22,25 @@ from trainer.megatron.groups import from_stage, pipeline_group, pipeline_rank, t
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
+
+
+class Chunk(Protocol):
+    """A part of a model: Megatron's ``DistributedDataParallel`` around a GPTModel, or what stands in its place.
+
+    Attributes:
+        buffers, expert_parallel_buffers: Megatron's, in which parameters and gradients lie.
+    """
+
+    module: GPTModel
+    buffers: Sequence[Any]
+    expert_parallel_buffers: Sequence[Any]
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any: ...
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+    def zero_grad_buffer(self) -> None: ...
+    def start_param_sync(self, *, force_sync: bool) -> None: ...
+    def enable_forward_pre_hook(self) -> None: ...
+    def disable_forward_pre_hook(self, *, param_sync: bool) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -131,7 +151,7 @@ def sharding_of(tensor: Tensor) -> Sharding:
     return tensor.sharding  # type: ignore[attr-defined]
 
 
-def named_tensors(chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor a model reads in a forward pass: parameters, buffers, and tensors kept as plain attributes.
 
     Megatron keeps rotary tables as plain attributes, which ``state_dict`` does not see. Names are those in the whole
@@ -161,7 +181,7 @@ def _tensors_of(gpt: Any) -> Iterator[tuple[str, Tensor]]:
                     yield EMBEDDING if is_tied_copy and name == OUTPUT else name, tensor
 
 
-def whole_tensors(chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
+def whole_tensors(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
     """The whole model's tensors in the order of its layers, on every rank, one at a time. Collective over the ranks
     that hold the model together: all of them must read to the end.
 
@@ -171,7 +191,7 @@ def whole_tensors(chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def _of_all_stages(chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
+def _of_all_stages(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
     """The same, with this rank's experts only."""
     stages, seen = pipeline_group().size(), set()
     for chunk in chunks:

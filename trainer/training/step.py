@@ -9,13 +9,13 @@ ranks; outputs exist on the last pipeline stage, which hands what was read off t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic
+from typing import Generic
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from trainer.algo import losses
@@ -34,7 +34,7 @@ from trainer.megatron.groups import (
 )
 from trainer.megatron.moe import LoadBalance
 from trainer.roles.role import FORWARD, Role
-from trainer.training.micro_batches import MicroBatch, Split, in_order, micro_batches
+from trainer.training.micro_batches import Split, in_order, micro_batches
 from trainer.training.model_input import ModelInput, Reader, TokenLogProbs, read_values
 
 LossTerms = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -60,72 +60,25 @@ class Loss(Generic[SequencesT]):
         return torch.stack([losses.aggregate(row.float(), mask=row, **how)[0] for row in rows])
 
 
-@dataclass(frozen=True)
-class _Work(Generic[SequencesT]):
-    """A micro-batch, and what the model is given of it."""
-
-    batch: SequencesT
-    given: ModelInput
-
-
-def _works(batch: SequencesT, parts: Sequence[MicroBatch], split: Split) -> list[_Work[SequencesT]]:
+def _inputs(batches: Sequence[Sequences], split: Split) -> list[ModelInput]:
+    """What the model is given of each micro-batch."""
     multiple = tensor_parallel_group().size()  # sequence parallel: each rank takes an equal part of the columns
     arranged = ModelInput.packed if split.packs else ModelInput.padded
-    return [_Work(taken, arranged(taken, multiple=multiple)) for taken in (part.take(batch) for part in parts)]
+    return [arranged(batch, multiple=multiple) for batch in batches]
 
 
-def _run_schedule(
-    role: Role,
-    works: Sequence[_Work[SequencesT]],
-    on_output: Callable[..., Any],
-    *,
-    forward_only: bool,
-    around: Callable[[_Work[SequencesT]], AbstractContextManager[Any]] = nullcontext,
-) -> list[Any]:
-    """Megatron's forward(-backward) over the micro-batches; what ``on_output`` reports of each, in order, on the last
-    pipeline stage (elsewhere nothing). The forward pass of a micro-batch happens inside ``around`` it."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    def forward_step(iterator: Iterator[_Work[SequencesT]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        work = next(iterator)
-        with around(work):
-            output = model(work.given.tokens, work.given.positions, None, **work.given.options)
-        return output, partial(on_output, work)
-
-    iterators = [iter(works) for _ in role.chunks]
-    rows, length = works[0].given.tokens.shape  # of all of them, where pipeline stages need to know
-    reported = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(iterators) > 1 else iterators[0],
-        model=role.chunks,
-        num_microbatches=len(works),
-        seq_length=length,
-        micro_batch_size=rows,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
-    for chunk in role.chunks:
-        chunk.module.set_input_tensor(None)  # the last micro-batch's, from the stage before, would outlive a sleep
-    return reported
-
-
-def _head(role: Role) -> Any:
-    """The GPTModel whose output is read, on the last pipeline stage."""
-    return role.chunks[-1].module
-
-
-def _forward(role: Role, batch: SequencesT, read: Reader, *, split: Split) -> tuple[Tensor, ...]:
+def _forward(role: Role, batch: Sequences, read: Reader, *, split: Split) -> tuple[Tensor, ...]:
     """Forward-only passes; ``read`` turns each output into small tensors before the next micro-batch runs. They come
     back as tensors over the whole batch, the same on every rank that holds a part of the model."""
     role.require(FORWARD)
     parts = micro_batches(batch, split)
 
-    def on_output(work: _Work[SequencesT], output: Tensor, *, non_loss_data: bool) -> Any:
-        return read(_head(role), work.given, output)
+    def on_output(number: int, gpt: GPTModel, output: Tensor, *, non_loss_data: bool) -> Sequence[Tensor]:
+        return read(gpt, inputs[number], output)
 
     with torch.no_grad():
-        works = _works(batch, parts, split)
-        results = role.repeated(lambda: _run_schedule(role, works, on_output, forward_only=True))
+        inputs = _inputs([part.take(batch) for part in parts], split)
+        results = role.repeated(lambda: role.model.passes(inputs, on_output, forward_only=True))
     found = tuple(in_order(tensors, parts, batch=batch) for tensors in zip(*results, strict=True))
     return tensors_from_last_stage(found)
 
@@ -166,21 +119,22 @@ def _train_minibatch(role: Role, batch: SequencesT, loss: Loss[SequencesT], *, s
     model = role.config.model
     balance, is_mixture = LoadBalance(layers=model.layers), model.num_experts is not None
 
-    def on_output(work: _Work[SequencesT], output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        numerator, count, stats = loss.compute(work.batch, *loss.read(_head(role), work.given, output))
+    def on_output(number: int, gpt: GPTModel, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        numerator, count, stats = loss.compute(batches[number], *loss.read(gpt, inputs[number], output))
         reports.append({**stats, "loss_sum": numerator.detach().clone(), "loss_count": count})
         return numerator, count.int(), {}
 
-    def around(work: _Work[SequencesT]) -> AbstractContextManager[None]:
+    def around(number: int) -> AbstractContextManager[None]:
         if not is_mixture:
             return nullcontext()
-        packing, weights = work.given.packing, loss.sequence_weights(work.batch)
+        packing, weights = inputs[number].packing, loss.sequence_weights(batches[number])
         sequence_of = None if packing is None else packing.sequence_of
-        return balance.watch(work.batch.response_mask, weights=weights, sequence_of=sequence_of)
+        return balance.watch(batches[number].response_mask, weights=weights, sequence_of=sequence_of)
 
     with role.training():
-        works = _works(batch, micro_batches(batch, split), split)
-        _run_schedule(role, works, on_output, forward_only=False, around=around)
+        batches = [part.take(batch) for part in micro_batches(batch, split)]
+        inputs = _inputs(batches, split)
+        role.model.passes(inputs, on_output, forward_only=False, around=around)
         aux_losses = balance.sums()
         result = from_last_stage(_over_ranks(summed(reports) | aux_losses) if is_last_stage() else None)
         updated, grad_norm = (True, 0.0) if result["loss_count"] == 0 else role.step()
@@ -205,19 +159,20 @@ def first_not_finite(role: Role, batch: SequencesT, loss: Loss[SequencesT], *, s
     read as, or its loss. Runs the forward pass once more. Collective."""
     if names := role.weights_not_finite():
         return f"the weights {names[0]} of the {role.name}"
-    parts = micro_batches(batch, split)
+    batches = [part.take(batch) for part in micro_batches(batch, split)]
+    inputs = _inputs(batches, split)
 
-    def on_output(work: _Work[SequencesT], output: Tensor, *, non_loss_data: bool) -> tuple[bool, bool]:
-        found = loss.read(_head(role), work.given, output)
-        total, _, _ = loss.compute(work.batch, *found)
+    def on_output(number: int, gpt: GPTModel, output: Tensor, *, non_loss_data: bool) -> tuple[bool, bool]:
+        found = loss.read(gpt, inputs[number], output)
+        total, _, _ = loss.compute(batches[number], *found)
         return all(bool(tensor.isfinite().all()) for tensor in found), bool(total.isfinite())
 
     with torch.no_grad():
-        flags = _run_schedule(role, _works(batch, parts, split), on_output, forward_only=True)
+        flags = role.model.passes(inputs, on_output, forward_only=True)
     for number, (output_is_finite, loss_is_finite) in enumerate(from_last_stage(flags), start=1):
         if not (output_is_finite and loss_is_finite):
             read = "values" if role.spec.has_value_head else "log-probs"
-            return f"the {'loss' if output_is_finite else read} of micro-batch {number} of {len(parts)}"
+            return f"the {'loss' if output_is_finite else read} of micro-batch {number} of {len(batches)}"
     return "nothing on this rank: its gradients, or what another rank computed"
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor, distributed
 from torch.nn import functional
 
@@ -45,15 +46,14 @@ class Decoder:
     """The actor as a function from tokens to logits, on every rank that holds a part of it.
 
     Args:
-        chunks: what :func:`trainer.megatron.build.build_chunks` built, under ``module``; their parameters are read in
-            each pass.
+        gpts: what :func:`trainer.megatron.build.build_chunks` built; their parameters are read in each pass.
         vocab_size: entries of the tokenizer; logits beyond them are cut off.
     """
 
     def __init__(
-        self, chunks: Sequence[Any], model: ModelConfig, *, attention: Attention, pieces: Pieces, vocab_size: int
+        self, gpts: Sequence[GPTModel], model: ModelConfig, *, attention: Attention, pieces: Pieces, vocab_size: int
     ) -> None:
-        self._gpts = [chunk.module for chunk in chunks]
+        self._gpts = gpts
         self._pieces, self._eps = pieces, model.norm_eps
         self._vocab_size, self._hidden_size = vocab_size, model.hidden_size
         self._layers = [[_Layer(layer, model, attention, pieces) for layer in gpt.decoder.layers] for gpt in self._gpts]
@@ -87,6 +87,7 @@ class Decoder:
             assert branch is not None
             if gpt.post_process:
                 final = gpt.decoder.final_layernorm
+                assert final is not None
                 _, states = self._pieces.add_and_norm(states, branch, final.weight, self._eps)
             else:
                 _send(states + branch)

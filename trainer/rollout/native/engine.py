@@ -67,10 +67,10 @@ class NativeEngine:
         self._saver, self._observe = saver, observer
         self._ends, vocab_size = end_token_ids(model, tokenizer), vocabulary_size(tokenizer)
         self._stop_strings = StopStrings(rollout.stop, tokenizer)
-        device, config = torch.device(torch.cuda.current_device()), actor.chunks[0].module.config
+        device, config = torch.device(torch.cuda.current_device()), actor.model.gpts()[0].config
         pieces = compiled() if rollout.compile else PLAIN
         decoder = Decoder(
-            actor.chunks,
+            actor.model.gpts(),
             model,
             attention=attention.choose(device=device, dtype=config.params_dtype),
             pieces=pieces,
