@@ -81,7 +81,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where results go; on ranks other than 0 all of it is silent, save traces, which every rank writes."""
+    """Where results go; on ranks other than 0 all is silent, save traces, which every rank writes."""
 
     records: RunRecords | None
     progress: Progress | None
@@ -109,7 +109,8 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
     resumed = checkpoints.restore(run.learners) if checkpoints else None
     if resumed is None:
         warm_up(run, outputs)
-    schedules = _schedules(run)
+    steps = {name: optimizer_steps(run.config, name) for name in run.learners}
+    schedules = {name: run.roles[name].model.build_scheduler(total_steps=steps[name]) for name in steps}
     saver = StepSaver(checkpoints, run.learners, schedules=schedules, phases=phases)
     if resumed is None:
         record: dict[str, Any] = {
@@ -277,13 +278,6 @@ def _train(
             schedule.step(1)
     require_finite_loss(results, role, minibatch, loss, split=split, when=f"step {number}, train_{role.name}")
     return results
-
-
-def _schedules(run: Run) -> dict[str, Any]:
-    return {
-        name: role.model.build_scheduler(total_steps=optimizer_steps(run.config, name))
-        for name, role in run.learners.items()
-    }
 
 
 def _next_kl_coef(config: Config, kl_coef: float, observed: float | None) -> float:

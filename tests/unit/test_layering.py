@@ -1,6 +1,7 @@
 """Imports run one way; who may know omegaconf, torch_memory_saver and the environment; what the parent imports."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,6 +100,16 @@ def test_every_folder_says_what_may_live_in_it():
     assert folders | modules == set(FOLDERS)
     for folder in folders:
         assert ast.get_docstring(ast.parse((ROOT / "trainer" / folder / "__init__.py").read_text()))
+
+
+def test_no_module_is_long():
+    assert {module: n for module, path in MODULES.items() if (n := len(path.read_text().splitlines())) > 300} == {}
+
+
+def test_only_roles_know_megatrons_side_of_a_role():
+    private = re.compile(r"(?<!self)\.model\.(chunks|optimizer|state)\b|\._weights\.backuper")
+    elsewhere = [module for module in MODULES if not module.startswith(("trainer.roles", "trainer.config"))]
+    assert [module for module in elsewhere if private.search(MODULES[module].read_text())] == []
 
 
 @pytest.mark.parametrize("package", ["trainer.tasks", "trainer.algo"])

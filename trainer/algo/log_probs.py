@@ -55,7 +55,7 @@ def log_probs_and_entropy(
         if it is used, harmless if it is padding. Tokens whose incoming gradient is 0 send exactly 0 back, whatever
         their logits hold.
     """
-    return _of_logits(logits, targets, _How(temperature, vocab_size, with_entropy=True, group=group))
+    return _of_logits(logits, targets, _How(temperature, vocab_size, group=group))
 
 
 def linear_log_probs_and_entropy(
@@ -82,7 +82,7 @@ def linear_log_probs_and_entropy(
     Returns:
         Two [m]; for the rest see `log_probs_and_entropy`.
     """
-    how = _How(temperature, vocab_size, with_entropy=True, group=group, fused=fused)
+    how = _How(temperature, vocab_size, group=group, fused=fused)
     return _TokenStatistics.apply(hidden, weight, targets, rows, how)
 
 
@@ -95,7 +95,6 @@ def _of_logits(logits: Tensor, targets: Tensor, how: _How) -> tuple[Tensor, Tens
 class _How:
     temperature: float
     vocab_size: int
-    with_entropy: bool
     group: distributed.ProcessGroup | None
     fused: bool = False
 
@@ -136,10 +135,10 @@ class _TokenStatistics(torch.autograd.Function):
         for some in how.chunks(len(targets), width) if own_size else ():
             logits, _ = _logits(inputs, weight, rows, some)
             log_partition[some], log_probs[some], entropy[some] = how.kernels.statistics(
-                logits, own_targets[some], size=own_size, temperature=how.temperature, with_entropy=how.with_entropy
+                logits, own_targets[some], size=own_size, temperature=how.temperature
             )
         if how.group is not None:
-            _combine(log_partition, log_probs, entropy if how.with_entropy else None, how.group)
+            _combine(log_partition, log_probs, entropy, how.group)
         log_probs -= log_partition
         log_probs.masked_fill_(~is_within(targets, how.vocab_size), torch.nan)
         ctx.save_for_backward(inputs, weight, rows, own_targets, log_partition, entropy)
@@ -211,9 +210,7 @@ def _own_vocabulary(width: int, targets: Tensor, how: _How) -> tuple[Tensor, int
     return targets - rank * width, min(max(how.vocab_size - rank * width, 0), width)
 
 
-def _combine(
-    log_partition: Tensor, target_logits: Tensor, entropy: Tensor | None, group: distributed.ProcessGroup
-) -> None:
+def _combine(log_partition: Tensor, target_logits: Tensor, entropy: Tensor, group: distributed.ProcessGroup) -> None:
     """Turn each rank's numbers about its own entries into those of the whole vocabulary, in place.
 
     With w_r the probability of rank r's entries: log Z = log sum exp(log Z_r), H = sum w_r H_r - w_r log w_r.
@@ -224,7 +221,6 @@ def _combine(
     distributed.all_reduce(log_partition, group=group)
     log_partition.log_().add_(largest)
     distributed.all_reduce(target_logits, group=group)
-    if entropy is not None:
-        weight = (own - log_partition).exp()
-        entropy.copy_(torch.where(weight > 0, weight * entropy + torch.special.entr(weight), 0.0))
-        distributed.all_reduce(entropy, group=group)
+    weight = (own - log_partition).exp()
+    entropy.copy_(torch.where(weight > 0, weight * entropy + torch.special.entr(weight), 0.0))
+    distributed.all_reduce(entropy, group=group)

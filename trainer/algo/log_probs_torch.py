@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 
-def statistics(
-    logits: Tensor, targets: Tensor, *, size: int, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def statistics(logits: Tensor, targets: Tensor, *, size: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Of softmax(logits[:, :size] / temperature), each [m]: the log of the partition function, the target's logit over
-    the temperature (0 for a target outside of [0, size)), the entropy (0 if it is not wanted).
+    the temperature (0 for a target outside of [0, size)), the entropy.
 
     Args:
         logits: [m, v].
@@ -22,8 +20,6 @@ def statistics(
     z = logits[:, :size].to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     log_partition = z.logsumexp(-1)
     of_target = z.gather(-1, _within(targets, size)).squeeze(-1).where(is_within(targets, size), 0.0)
-    if not with_entropy:
-        return log_partition, of_target, torch.zeros_like(log_partition)
     p = z.sub_(log_partition[:, None]).exp_()
     return log_partition, of_target, torch.special.entr(p).sum(-1)
 

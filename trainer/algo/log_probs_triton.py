@@ -83,10 +83,8 @@ def _gradient(
     tl.store(result + row * result_stride + column, grad.to(result.dtype.element_ty), mask=column < width)
 
 
-def statistics(
-    logits: Tensor, targets: Tensor, *, size: int, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`trainer.algo.log_probs_torch.statistics`; the entropy costs nothing more."""
+def statistics(logits: Tensor, targets: Tensor, *, size: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`trainer.algo.log_probs_torch.statistics`."""
     found = [torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(3)]
     if len(logits):
         _statistics[(len(logits),)](  # type: ignore[index]

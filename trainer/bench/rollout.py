@@ -19,7 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from trainer.bench.launching import run_job, run_workers
-from trainer.bench.rollout_workers import BenchRolloutConfig, RolloutJob, run_cases
+from trainer.bench.rollout_config import BenchRolloutConfig
+from trainer.bench.rollout_workers import RolloutJob, run_cases
 from trainer.command import exits
 from trainer.command.arguments import refuse_bad_overrides
 from trainer.common.units import format_count

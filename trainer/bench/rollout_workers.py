@@ -9,36 +9,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, List  # noqa: UP035  (omegaconf reads these annotations)
+from typing import Any
 
 import torch
 
 from trainer.bench.measure import versions
-from trainer.config.schema import Config, RolloutConfig, Section
+from trainer.bench.rollout_config import BenchRolloutConfig
+from trainer.config.schema import Config, RolloutConfig
 from trainer.megatron import platform
 from trainer.memory.ledger import sample_memory
 from trainer.plan import make_plan
 from trainer.rollout.native.cache import MOST_ROWS, KvCache, cache_of, page_tokens
 
 EOS = 1
-
-
-@dataclass
-class BenchRolloutConfig(Section):
-    """The section ``bench``; its defaults lie in ``conf/bench_rollout.yaml``."""
-
-    cases: List[str]  # noqa: UP006
-    prompts: int
-    prompt_tokens: int
-    new_tokens: int
-    many_prompts: int
-    mean_tokens: int
-    most_tokens: int
-    long_prompts: int
-    long_tokens: int
-    vocab_size: int
-    repeats: int
-    case_timeout_seconds: int
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,17 @@ from trainer.memory.arena import Copies, HostArenas
 from trainer.memory.keeper import StateKeeper
 from trainer.memory.saver import RegionBytes, Saver
 from trainer.memory.stores import make_store
-from trainer.plan import NO_BUFFER, Plan, PlanRow
+from trainer.plan import KINDS, NO_BUFFER, Plan, PlanRow
 
 MemoryObserver = Callable[[dict[str, Any]], None]
+
+
+def with_rest(kinds: Collection[str]) -> frozenset[str]:
+    """``kinds``, with both ``param`` and ``rest`` if one is among them. Raises ValueError: an unknown kind."""
+    unknown = sorted(set(kinds) - set(KINDS))
+    if unknown:
+        raise ValueError(f"unknown buffer kinds {', '.join(unknown)}; kinds are {', '.join(KINDS)}")
+    return frozenset(kinds) | ({"rest", "param"} if {"param", "rest"} & set(kinds) else set())
 
 
 class RoleRegions:

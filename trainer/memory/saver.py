@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import patches
 from trainer.config.schema import Config
-from trainer.memory.turns import EverythingSleeps, Scheduled, Turns
+from trainer.memory.scheduled import Scheduled
+from trainer.memory.turns import EverythingSleeps, Turns
 from trainer.plan.schedule import Schedule
 
 

@@ -10,9 +10,10 @@ that may (the relaxed knapsack of Dantzig, 1957).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from trainer.plan.gaps import Gap, gaps_of
 from trainer.plan.schedule import LoopPhase, Move, Region, Schedule, State
 
 GIB = 2**30
@@ -29,7 +30,7 @@ def solve(regions: Sequence[Region], phases: Sequence[LoopPhase], *, room_bytes:
     """
     _check_fit(regions, phases, room_bytes=room_bytes)
     step = tuple(phase for phase in phases if phase.in_every_step)
-    gaps = [gap for region in regions for gap in _gaps(region, step)]
+    gaps = [gap for region in regions for gap in gaps_of(region, step)]
     free_of_charge = [gap for gap in gaps if not (gap.region.leave_bytes or gap.return_bytes)]
     sleeps = _Search(gaps, regions, step, free_of_charge=free_of_charge, room_bytes=room_bytes).cheapest()
     if sleeps is None:
@@ -79,49 +80,10 @@ def _check_fit(
 
 
 @dataclass(frozen=True)
-class _Gap:
-    """Phases (positions in the step, in the loop's order) between two uses of a region.
-
-    ``last_use``, ``next_use``: the phases around them. ``last_change``: the last use before them that changes the
-    region, None if none ever does. The gaps between two changes need one copy to the keeper among them.
-    ``is_replaced``: the next use brings other bytes anyway. ``is_restored``: the next use brings the region's bytes
-    back anyway; then there may be no phases between the two.
-    """
-
-    region: Region
-    phases: tuple[int, ...]
-    last_use: int
-    next_use: int
-    last_change: int | None
-    is_replaced: bool
-    is_restored: bool
-
-    @property
-    def return_bytes(self) -> int:
-        return 0 if self.is_replaced else self.region.return_bytes
-
-    @property
-    def rebuild_bytes(self) -> int:
-        return 0 if self.is_replaced else self.region.rebuild_bytes
-
-    def leave_bytes(self, *, is_first: bool) -> int:
-        """Copied to the keeper for a sleep in the gap, the first or a later one since the region's last change."""
-        is_copied = self.region.leaves_unchanged or (self.last_change is not None and is_first)
-        return self.region.leave_bytes if is_copied else 0
-
-    def parts(self, needed_at: Collection[int]) -> tuple[tuple[int, ...], ...]:
-        """The whole gap, and its longest stretches before and after phases of ``needed_at``, in which the region would
-        be worth something."""
-        cuts = [place for place, position in enumerate(self.phases) if position in needed_at]
-        starts, ends = [0, *(cut + 1 for cut in cuts)], [len(self.phases), *cuts]
-        return tuple(self.phases[start:end] for start in starts for end in ends if start < end)
-
-
-@dataclass(frozen=True)
 class _Sleep:
     """A region asleep in ``phases``, some or all of a gap; in none of them where it is only restored."""
 
-    gap: _Gap
+    gap: Gap
     phases: tuple[int, ...]
 
     @property
@@ -138,28 +100,16 @@ class _Copy:
     size_bytes: int
 
 
-def _gaps(region: Region, step: Sequence[LoopPhase]) -> Iterator[_Gap]:
-    uses = [position for position, phase in enumerate(step) if region.name in phase.uses]
-    changes = [position for position in uses if region.name in step[position].changes]
-    for use, next_use in zip(uses, uses[1:] + uses[:1], strict=True):
-        length, is_restored = (next_use - use - 1) % len(step), region.name in step[next_use].restores
-        if length or is_restored:
-            last_change = max((change for change in changes if change <= use), default=max(changes, default=None))
-            phases = tuple((use + 1 + n) % len(step) for n in range(length))
-            is_replaced = region.name in step[next_use].replaces
-            yield _Gap(region, phases, use, next_use, last_change, is_replaced, is_restored)
-
-
 class _Search:
     """Decides one gap after the other, first those of regions from which others are rebuilt."""
 
     def __init__(
         self,
-        gaps: Sequence[_Gap],
+        gaps: Sequence[Gap],
         regions: Sequence[Region],
         step: Sequence[LoopPhase],
         *,
-        free_of_charge: Sequence[_Gap],
+        free_of_charge: Sequence[Gap],
         room_bytes: int,
     ) -> None:
         charged = [gap for gap in gaps if gap not in free_of_charge]
@@ -184,7 +134,7 @@ class _Search:
         self._decide([], decided=0, cost=0, free=self._free, reserve=self._reserve)
         return self._best
 
-    def _least_copied_bytes(self, gap: _Gap) -> int:
+    def _least_copied_bytes(self, gap: Gap) -> int:
         together = [other for other in self._gaps if (other.region, other.last_change) == (gap.region, gap.last_change)]
         returned = gap.return_bytes if gap.region.rebuilt_from is None else 0
         return gap.leave_bytes(is_first=len(together) == 1) + returned
@@ -210,7 +160,7 @@ class _Search:
                 then_sleeps = [*sleeps, _Sleep(gap, asleep)]
             self._decide(then_sleeps, decided=decided + 1, cost=cost + copied, free=left, reserve=then_reserved)
 
-    def _copied_bytes(self, gap: _Gap, sleeps: Sequence[_Sleep]) -> tuple[int, int]:
+    def _copied_bytes(self, gap: Gap, sleeps: Sequence[_Sleep]) -> tuple[int, int]:
         """(bytes that a sleep in ``gap`` copies after ``sleeps``, device memory that its return takes for a moment)."""
         together = [s.gap for s in sleeps if (s.gap.region, s.gap.last_change) == (gap.region, gap.last_change)]
         left, source = gap.leave_bytes(is_first=not together), gap.region.rebuilt_from
@@ -295,7 +245,7 @@ class _Table:
             moves.append((at, Move(region.name, self._step[at].name, copy.to_host, copy.size_bytes, beside)))
         return [move for _, move in sorted(moves, key=lambda item: item[0])]
 
-    def let_stay(self, gaps: Sequence[_Gap]) -> None:
+    def let_stay(self, gaps: Sequence[Gap]) -> None:
         """Leave regions awake through those of ``gaps`` that have room, the largest first."""
         for gap in sorted(gaps, key=lambda gap: -gap.region.size_bytes):
             if all(self._fits(gap.region, position) for position in gap.phases):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import Tensor
+from torch import Tensor, distributed
 
+from trainer.common.seeds import seed_for
 from trainer.config.roles import role_spec, trained_role
 from trainer.config.schema import Config, DdpConfig
 from trainer.megatron import optimizer as optimizers
@@ -18,6 +20,7 @@ from trainer.megatron.build import build_chunks, frozen, move_rest, wrap_ddp
 from trainer.megatron.moe import drop_routing
 from trainer.megatron.schedule import Input, run_passes
 from trainer.megatron.sharding import Chunk, Share, named_tensors
+from trainer.memory.arena import HostArenas
 from trainer.memory.regions import RoleRegions
 from trainer.plan import Plan
 from trainer.roles.digest import digest
@@ -34,7 +37,15 @@ class RoleModel:
     """
 
     def __init__(
-        self, name: str, config: Config, *, plan: Plan, regions: RoleRegions, vocab_size: int, seed: int
+        self,
+        name: str,
+        config: Config,
+        *,
+        plan: Plan,
+        regions: RoleRegions,
+        arenas: HostArenas,
+        vocab_size: int,
+        seed: int,
     ) -> None:
         spec, settings = role_spec(config, name), config.roles[name]
         self._name, self._trained = name, trained_role(config, name) if spec.is_trained else None
@@ -63,7 +74,18 @@ class RoleModel:
                 region=regions.optimizer_region,
                 piece_bytes=int(config.memory.piece_mib * MIB),
             )
+            regions.keep_optimizer_state(
+                self.state.pieces,
+                main_pieces=self.state.main_pieces,
+                config=config,
+                arenas=arenas,
+                rounding_seed=functools.partial(self._rounding_seed, config.seed),
+            )
             self.set_param_hooks(enabled=False)
+
+    def _rounding_seed(self, seed: int, piece: int) -> int:
+        step, rank = self.step_count(), distributed.get_rank()
+        return seed_for(seed, f"rounding/{self._name}/{piece}", step=step, rank=rank)
 
     # ---- tensors -----------------------------------------------------------------------------------------------
 
@@ -81,6 +103,10 @@ class RoleModel:
 
     def parameter_count(self) -> int:
         return sum(param.numel() for chunk in self.chunks for param in chunk.parameters())
+
+    def not_finite(self) -> list[str]:
+        """Names of the tensors that hold NaN or infinity."""
+        return [name for name, tensor in self.tensors().items() if not tensor.isfinite().all()]
 
     def digest(self) -> str:
         """SHA-256 (hex) of tensors and optimizer state, see :mod:`trainer.roles.digest`."""

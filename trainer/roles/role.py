@@ -6,21 +6,19 @@ and the restore of its bytes is impossible through the public methods: :meth:`Ro
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
-from trainer.common.seeds import seed_for
 from trainer.config.roles import role_spec
 from trainer.config.schema import Config
 from trainer.megatron.build import drop_caches
 from trainer.megatron.sharding import OwnParts, Share, whole_tensors
 from trainer.memory.arena import HostArenas
-from trainer.memory.regions import MemoryObserver, RoleRegions
+from trainer.memory.regions import MemoryObserver, RoleRegions, with_rest
 from trainer.memory.saver import Saver
 from trainer.plan import KINDS, Plan
 from trainer.roles.model import RoleModel
@@ -53,21 +51,11 @@ class Role:
         self._computes_alone = config.parallel.model_ranks == config.parallel.expert == 1
         self._sleeps, self._trains = plan.sleeps, False
         self._regions = regions = RoleRegions(name, plan=plan, saver=saver, observer=observer)
-        self.model = RoleModel(name, config, plan=plan, regions=regions, vocab_size=vocab_size, seed=seed)
-        if self.model.state is not None:
-            regions.keep_optimizer_state(
-                self.model.state.pieces,
-                main_pieces=self.model.state.main_pieces,
-                config=config,
-                arenas=arenas,
-                rounding_seed=functools.partial(self._rounding_seed, config.seed),
-            )
+        self.model = RoleModel(
+            name, config, plan=plan, regions=regions, arenas=arenas, vocab_size=vocab_size, seed=seed
+        )
         self._weights = RoleWeights(name, config, plan=plan, model=self.model, regions=regions, arenas=arenas)
         saver.turns.add(self)
-
-    def _rounding_seed(self, seed: int, piece: int) -> int:
-        step, rank = self.model.step_count(), distributed.get_rank()
-        return seed_for(seed, f"rounding/{self.name}/{piece}", step=step, rank=rank)
 
     # ---- sleep and wake-up -------------------------------------------------------------------------------------
 
@@ -93,7 +81,7 @@ class Role:
             RuntimeError: inside :meth:`training`; so do all methods that make the role sleep or change its weights.
         """
         self._refuse_in_training("sleep")
-        kinds = self._with_rest(kinds)
+        kinds = with_rest(kinds)
         goes_to_sleep = "param" in kinds and self._sleeps and not self.is_asleep("rest")
         if goes_to_sleep:
             self._weights.backup()
@@ -120,7 +108,7 @@ class Role:
         self._refuse_in_training("wake_up")
         tag = tag or self.name
         self._weights.check(tag)
-        kinds = self._with_rest(kinds)
+        kinds = with_rest(kinds)
         if "param" in kinds and self._weights.needs_main_params(tag):
             kinds = kinds | {"optim"}
         self._saver.turns.map(
@@ -189,12 +177,6 @@ class Role:
         """Of the weights backuper: those beside the role's own."""
         return self._weights.further_tags
 
-    def _with_rest(self, kinds: Collection[str]) -> frozenset[str]:
-        unknown = sorted(set(kinds) - set(KINDS))
-        if unknown:
-            raise ValueError(f"unknown buffer kinds {', '.join(unknown)}; kinds are {', '.join(KINDS)}")
-        return frozenset(kinds) | ({"rest", "param"} if {"param", "rest"} & set(kinds) else set())
-
     # ---- weights -----------------------------------------------------------------------------------------------
 
     def switch_to(self, tag: str) -> None:
@@ -236,7 +218,7 @@ class Role:
         return whole_tensors(self.model.chunks)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy ``weights`` (names and shapes of :meth:`tensors`) into the model and refresh the fp32 main params,
+        """Copy ``weights`` (names and shapes of ``model.tensors()``) into the model and refresh the fp32 main params,
         without which the next optimizer step would undo the load. A lazy mapping is read one tensor at a time.
 
         Raises:
@@ -253,11 +235,6 @@ class Role:
         """As :meth:`load_weights`, from tensors of the whole model, of which this rank takes its parts."""
         self.load_weights(OwnParts(weights, self.model.tensors()))
 
-    def weights_not_finite(self) -> list[str]:
-        """Names of this rank's model tensors that hold NaN or infinity."""
-        self.require(FORWARD)
-        return [name for name, tensor in self.model.tensors().items() if not tensor.isfinite().all()]
-
     def weights_sha256(self) -> str:
         """SHA-256 (hex) over the hashes of every model tensor and of the optimizer state of this rank, which are
         computed where those lie (:mod:`trainer.roles.digest`)."""
@@ -269,7 +246,7 @@ class Role:
 
     def require(self, kinds: Collection[str], *, tag: str | None = None) -> None:
         """Raise RuntimeError unless ``kinds`` are awake (and the active weights are those of ``tag``)."""
-        asleep = sorted(kind for kind in self._with_rest(kinds) if self.is_asleep(kind))
+        asleep = sorted(kind for kind in with_rest(kinds) if self.is_asleep(kind))
         if asleep:
             raise RuntimeError(f"the {self.name}'s {', '.join(asleep)} buffers are asleep: call wake_up() first")
         if self.active_tag is None:

@@ -8,8 +8,7 @@ Simplified: static batches, so a row that has ended is computed until the last o
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -23,11 +22,12 @@ from trainer.common.multiples import LENGTH_MULTIPLE, round_up
 from trainer.common.seeds import seed_for
 from trainer.config.schema import ModelConfig, RolloutConfig
 from trainer.memory.regions import MemoryObserver
-from trainer.memory.saver import RegionBytes, Saver
+from trainer.memory.saver import Saver
 from trainer.models.generation import end_token_ids, vocabulary_settings
 from trainer.models.hf_bridge import check_names, hf_config, to_hf, views_by_file_name
 from trainer.plan.holdings import ENGINE
 from trainer.roles.role import FORWARD, Role
+from trainer.rollout import sleeping
 from trainer.rollout.base import Responses, check_prompts, decoded
 from trainer.rollout.native.sampling import Sampling, kept_probabilities
 from trainer.rollout.stops import StopStrings
@@ -107,7 +107,7 @@ class HfEngine:
             MemoryError: the device has too little free memory; nothing was woken.
         """
         self._is_loaded = False
-        self._saver.turns.map(self.name, (), self._map)
+        self._saver.turns.map(self.name, (), lambda: sleeping.wake_up(_TAG, self._saver, self._observe))
         for tensor, host_copy in self._host_copies:
             tensor.copy_(host_copy)
         parameters = views_by_file_name(dict(self.model.named_parameters()), model=self._architecture)
@@ -124,36 +124,13 @@ class HfEngine:
         check_names(loaded, wanted=parameters)
         self._is_loaded = True
 
-    def _map(self) -> None:
-        if self._saver.is_asleep(_TAG):
-            self._timed("awake", self._saver.wake_up)
-
     def sleep(self) -> None:
         """Release the weights; an engine that is asleep stays so."""
         self._is_loaded = False
-        if not self._saver.is_asleep(_TAG):
-            self._timed("asleep", self._saver.sleep)
+        sleeping.fall_asleep(_TAG, self._saver, self._observe)
 
     def close(self) -> None:
         """Nothing outlives the process."""
-
-    def _timed(self, state: str, action: Callable[[str], RegionBytes]) -> None:
-        start = time.perf_counter()
-        sizes = action(_TAG)
-        if not self._saver.sleeps:
-            return
-        self._observe(
-            {
-                "role": "engine",
-                "kind": "weights",
-                "state": state,
-                "flag": None,
-                "keeper": "none",
-                "released_bytes": sizes.released_bytes,
-                "backup_bytes": sizes.backup_bytes,
-                "seconds": time.perf_counter() - start,
-            }
-        )
 
     # ---- generation --------------------------------------------------------------------------------------------
 

@@ -157,7 +157,7 @@ def _over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:
 def first_not_finite(role: Role, batch: SequencesT, loss: Loss[SequencesT], *, split: Split) -> str:
     """What comes first, in the pass of a minibatch, that is NaN or infinite: a weight, what a micro-batch's output was
     read as, or its loss. Runs the forward pass once more. Collective."""
-    if names := role.weights_not_finite():
+    if names := role.model.not_finite():
         return f"the weights {names[0]} of the {role.name}"
     batches = [part.take(batch) for part in micro_batches(batch, split)]
     inputs = _inputs(batches, split)

@@ -9,9 +9,8 @@ data-parallel ranks, these compute in step: as many rows and steps as the one th
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -20,10 +19,11 @@ import torch
 from patches.reloadable_groups import destroyed as process_groups_destroyed
 from trainer.config.schema import ModelConfig, RolloutConfig
 from trainer.memory.regions import MemoryObserver
-from trainer.memory.saver import RegionBytes, Saver
+from trainer.memory.saver import Saver
 from trainer.models.generation import end_token_ids
 from trainer.plan.holdings import ENGINE
 from trainer.roles.role import FORWARD, Role
+from trainer.rollout import sleeping
 from trainer.rollout.base import Responses, check_prompts
 from trainer.rollout.native import attention
 from trainer.rollout.native.cache import KvCache
@@ -126,38 +126,19 @@ class NativeEngine:
         asleep = [tag for tag in self._tags() if self._saver.is_asleep(tag)]
         self._saver.check_room(asleep)
         for tag in asleep:
-            self._timed(tag, "awake", self._saver.wake_up)
+            sleeping.wake_up(tag, self._saver, self._observe)
 
     def sleep(self) -> None:
         """Release the engine's memory; an engine that is asleep stays so."""
         self._is_ready = False
         for tag in self._tags():
-            if not self._saver.is_asleep(tag):
-                self._timed(tag, "asleep", self._saver.sleep)
+            sleeping.fall_asleep(tag, self._saver, self._observe)
 
     def close(self) -> None:
         """Nothing outlives the process."""
 
     def _tags(self) -> list[str]:
         return [KV, GRAPHS] if self._graphs is not None and self._graphs.is_used else [KV]
-
-    def _timed(self, tag: str, state: str, action: Callable[[str], RegionBytes]) -> None:
-        start = time.perf_counter()
-        sizes = action(tag)
-        if not self._saver.sleeps:
-            return
-        self._observe(
-            {
-                "role": "engine",
-                "kind": tag.removeprefix("engine/"),
-                "state": state,
-                "flag": None,
-                "keeper": "none",
-                "released_bytes": sizes.released_bytes,
-                "backup_bytes": sizes.backup_bytes,
-                "seconds": time.perf_counter() - start,
-            }
-        )
 
     # ---- generation ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,212 @@
+"""Sleep by a schedule (``offload=auto``): what it lets stay awake does so until a phase begins without room for it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from trainer.megatron.groups import max_over_ranks
+from trainer.memory.turns import Result, Sleeper
+from trainer.plan.holdings import ENGINE
+from trainer.plan.schedule import Schedule, State
+
+_MARGIN = 1.1  # of what was measured: the allocator's blocks do not fit each other exactly
+
+
+class Scheduled:
+    """A :class:`trainer.memory.turns.Turns` that follows a schedule.
+
+    In phases that the schedule does not have (evaluations, checkpoints) whoever wakes up makes the room that it needs.
+
+    Args:
+        replan: phase -> bytes that no region holds -> the schedule with these.
+        outside_bytes: what no region has held in the phase that ends, at most; None if that cannot be measured.
+        note: takes a line for the reader.
+        ranks: of the whole run.
+    """
+
+    keeps_awake = True
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        replan: Callable[[Mapping[str, int]], Schedule | None],
+        outside_bytes: Callable[[], int | None] = lambda: None,
+        note: Callable[[str], None],
+        ranks: int = 1,
+    ) -> None:
+        self.schedule: Schedule = schedule
+        self._replan, self._note, self._ranks = replan, note, ranks
+        self._outside_bytes = outside_bytes
+        self._sizes = {region.name: region.size_bytes for region in schedule.regions}
+        self._sleepers: dict[str, Any] = {}
+        self._busy: dict[str, frozenset[str]] = {}
+        self._phase, self._placed_tags = "", schedule.resident_tags
+        self._reserves = {phase.name: phase.reserve_bytes for phase in (*schedule.phases, *schedule.occasional)}
+        self._measured: dict[str, int] | None = {}  # by phase, until the first step has ended
+        self._tight: set[str] = set()  # phases that have run out of memory
+
+    def add(self, sleeper: Sleeper) -> None:
+        self._sleepers[sleeper.name] = sleeper
+
+    @property
+    def awake(self) -> list[str]:
+        """The regions that hold GPU memory now, the largest first."""
+        return [name for name in sorted(self._sizes, key=lambda name: -self._sizes[name]) if self._is_awake(name)]
+
+    def _is_awake(self, region: str) -> bool:
+        owner, _, kind = region.partition("/")
+        if kind.startswith("weights/"):
+            return kind.removeprefix("weights/") in self._placed_tags
+        kind = "rest" if kind == "param" else kind  # they sleep together, and not every role has both
+        return owner in self._sleepers and not self._sleepers[owner].is_asleep(kind)
+
+    def _used(self) -> frozenset[str]:
+        """What is at work now, or is by the schedule."""
+        uses = next((phase.uses for phase in self.schedule.phases if phase.name == self._phase), frozenset[str]())
+        return uses.union(*self._busy.values())
+
+    def _idle(self) -> list[str]:
+        used = self._used()
+        return [name for name in self.awake if name not in used and "/weights/" not in name]
+
+    @property
+    def can_make_room(self) -> bool:
+        return bool(self._idle())
+
+    def _is_in_step(self, phase: str) -> bool:
+        return any(one.name == phase for one in self.schedule.phases)
+
+    def begin(self, phase: str) -> None:
+        self._phase = phase
+        if not self._is_in_step(phase):
+            return
+        self._busy.clear()
+        if phase == self.schedule.phases[0].name:
+            self._correct()
+        allowed = self.schedule.awake(phase)
+        self._put_to_sleep([name for name in self.awake if name not in allowed and "/weights/" not in name])
+        self._place_tags(self.schedule.resident_tags)
+        for name in self._sizes:
+            owner, _, kind = name.partition("/")
+            sleeper, state = self._sleepers.get(owner), self.schedule.state(name, phase)
+            if kind != "optim" or sleeper is None:
+                continue
+            if state is State.GOES:
+                sleeper.start_saving()
+            elif state in (State.COMES, State.STAYS) and sleeper.is_asleep(kind):
+                self._map(sleeper.fetch)
+
+    def end(self, phase: str) -> None:
+        outside = self._outside_bytes() if self._measured is not None and self._is_in_step(phase) else None
+        if outside is not None:
+            assert self._measured is not None
+            self._measured[phase] = max(outside, self._measured.get(phase, 0))
+
+    def _correct(self) -> None:
+        """Plan anew with what the first whole step has shown."""
+        names = [phase.name for phase in self.schedule.phases]
+        if self._measured is None or not self._measured.keys() >= set(names):
+            return
+        shown, self._measured = self._measured, None
+        most = {name: max_over_ranks(int(_MARGIN * shown[name])) for name in names}
+        self._plan_with({**self._reserves, **most})
+
+    def _place_tags(self, tags: frozenset[str]) -> None:
+        if tags != self._placed_tags:
+            self._placed_tags = tags
+            for sleeper in self._sleepers.values():
+                if sleeper.name != ENGINE:
+                    sleeper.place_tags(tags)
+
+    def _put_to_sleep(self, names: Collection[str]) -> None:
+        for owner in dict.fromkeys(name.partition("/")[0] for name in names):
+            kinds = {name.partition("/")[2] for name in names if name.partition("/")[0] == owner}
+            sleeper = self._sleepers[owner]
+            sleeper.sleep() if owner == ENGINE else sleeper.sleep(kinds=kinds)
+
+    def before_building(self, sleeper: str) -> None:
+        needed = [name for name in self._sizes if name.partition("/")[0] == sleeper and "/weights/" not in name]
+        self._make_room(needed)
+
+    def _make_room(self, needed: Collection[str]) -> None:
+        kept = {*needed, *self._used()}
+        self._put_to_sleep(self.schedule.victims(self.awake, needed=kept, beside_bytes=self._reserve()))
+
+    def _reserve(self) -> int:
+        return self._reserves.get(self._phase, max(self._reserves.values()))
+
+    def map(self, sleeper: str, kinds: Collection[str], action: Callable[[], None]) -> None:
+        wanted = {sleeper} if sleeper == ENGINE else {f"{sleeper}/{kind}" for kind in kinds}
+        needed = frozenset(wanted & self._sizes.keys())
+        self._busy[sleeper] = self._busy.get(sleeper, frozenset()) | needed
+        if not (self._is_in_step(self._phase) and needed <= self.schedule.awake(self._phase)):
+            self._make_room(needed)
+        self._map(action)
+
+    def _map(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+            return
+        except MemoryError as error:
+            if self._ranks > 1 or not self.can_make_room:
+                raise
+            why = str(error)
+        self._say(f"{why.partition(':')[0]}; {self._evict()}")
+        action()
+
+    def done(self, sleeper: Sleeper) -> None:
+        self._busy.pop(sleeper.name, None)
+
+    def _evict(self) -> str:
+        """Let all sleep that nobody uses now, and plan for it -> what that was, in words."""
+        going = self._idle()
+        self._put_to_sleep(going)
+        missing = sum(self._sizes[name] for name in going)
+        if not going and self._placed_tags:
+            missing = sum(self._sizes[name] for name in self._sizes if "/weights/" in name and self._is_awake(name))
+            going = [f"the copies of {', '.join(sorted(self._placed_tags))}"]
+            self._place_tags(frozenset())
+        if missing and self._is_in_step(self._phase):
+            self._plan_with(self._reserves | {self._phase: self._reserve() + missing})
+        return f"{', '.join(going)} made room" if going else ""
+
+    def repeated(self, work: Callable[[], Result], *, is_collective: bool) -> Result:
+        if is_collective and self._ranks > 1:
+            return work()
+        while True:
+            result, is_short = None, False
+            can_help = self.can_make_room or bool(self._placed_tags)
+            try:
+                result = work()
+            except torch.OutOfMemoryError:
+                if not can_help:
+                    raise
+                is_short = True  # its traceback, which holds the work's tensors, is gone when others make room
+            if self._ranks > 1 and can_help:
+                is_short = bool(max_over_ranks(int(is_short)))
+            if not is_short:
+                return result  # type: ignore[return-value]
+            del result
+            gc.collect()
+            torch.cuda.empty_cache()
+            self._say(f"the phase {self._phase} ran out of GPU memory: {self._evict()}, and it is repeated")
+
+    def _plan_with(self, reserves: Mapping[str, int]) -> None:
+        """Later steps follow the schedule that leaves so much, if there is one."""
+        try:
+            schedule = self._replan(reserves)
+        except ValueError:
+            return
+        assert schedule is not None
+        self.schedule, self._reserves = schedule, dict(reserves)
+
+    def _say(self, line: str) -> None:
+        """Once for each phase."""
+        if self._phase not in self._tight:
+            self._tight.add(self._phase)
+            self._note(line)
