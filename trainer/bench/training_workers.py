@@ -43,7 +43,7 @@ def run_torpor(job: TrainingJob) -> dict[str, Any]:
     loop.warm_up(run, loop.Outputs(None, None, None))
     if not job.folder.exists():
         worker.export(run, job.folder)
-    schedules, kl_coef = loop._schedules(run), job.config.algo.kl.coef
+    schedules, kl_coef = run.build_schedules(), job.config.algo.kl.coef
     return _measure(job, phases, lambda number: loop.ppo_step(run, number, schedules=schedules, kl_coef=kl_coef))
 
 

@@ -12,6 +12,7 @@ Simplified: norms, activations, rotary positions, softmax and loss are left out,
 from __future__ import annotations
 
 from trainer.config.schema import ModelConfig, PlatformConfig
+from trainer.models.shapes import ATTENTION, MLP, ROUTER, elements
 
 TRAINING_PASSES = 3  # a backward pass costs two forward passes
 
@@ -41,12 +42,11 @@ _PEAK_TFLOPS = {
 def matmul_parameters(model: ModelConfig) -> int:
     """Weights of the body that a token is multiplied with: four attention projections, three of the MLP (of a mixture,
     the router and three of each of its experts)."""
-    attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim * model.hidden_size
-    mlp = 3 * model.ffn_size * model.hidden_size
+    mlp = elements(model, *MLP)
     if model.num_experts is not None:
         assert model.num_experts_per_tok is not None
-        mlp = model.num_experts_per_tok * mlp + model.num_experts * model.hidden_size
-    return model.layers * (attention + mlp)
+        mlp = model.num_experts_per_tok * mlp + elements(model, ROUTER)
+    return model.layers * (elements(model, *ATTENTION) + mlp)
 
 
 def forward_flops(

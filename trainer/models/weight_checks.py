@@ -7,9 +7,11 @@ from torch import Tensor
 
 from trainer.config.schema import ModelConfig
 from trainer.models.dtypes import DTYPES
+from trainer.models.shapes import layer_matrices
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _Shape = tuple[int | None, ...]  # None: any
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def check_weight(name: str, tensor: Tensor, *, model: ModelConfig) -> None:
@@ -59,18 +61,13 @@ def _check_finite(name: str, tensor: Tensor, *, dtype: str) -> None:
 
 def expected_shape(name: str, model: ModelConfig) -> _Shape:
     """The shape of a tensor as Hugging Face files have it; of biases their projection's first size."""
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    hidden, ffn, rows = model.hidden_size, model.ffn_size, model.vocab_size
+    hidden, matrices = model.hidden_size, layer_matrices(model)
     projection, _, kind = name.rpartition(".")
     shapes: dict[str, _Shape] = {
-        **dict.fromkeys(("embed_tokens", "lm_head"), (rows, hidden)),
+        **dict.fromkeys(("embed_tokens", "lm_head"), (model.vocab_size, hidden)),
         "score": (1, hidden),
-        "q_proj": (queries, hidden),
-        **dict.fromkeys(("k_proj", "v_proj"), (keys, hidden)),
-        "o_proj": (hidden, queries),
-        **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (ffn, hidden)),
-        **dict.fromkeys(("down_proj", "w2"), (hidden, ffn)),
-        "gate": (model.num_experts, hidden),
+        **matrices,
+        **{theirs: matrices[ours] for theirs, ours in _MIXTRAL.items()},
         **dict.fromkeys(("q_norm", "k_norm"), (model.head_dim,)),
         **dict.fromkeys(("input_layernorm", "post_attention_layernorm", "norm"), (hidden,)),
     }

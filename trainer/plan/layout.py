@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from trainer.common.multiples import ALIGNMENT_BYTES, divide_up, round_up
 from trainer.config.schema import DdpConfig, ModelConfig, ParallelConfig
+from trainer.models.shapes import GATE_AND_UP, QKV, ROUTER, elements, layer_matrices
 
 ITEM_BYTES = {"bf16": 2, "fp32": 4}
 
@@ -49,16 +50,15 @@ def parameters(
         stage, chunk: of the pipeline; chunk c of stage s comes as number c * parallel.pp + s in the model.
     """
     tp, position, chunks = parallel.tp, chunk * parallel.pp + stage, parallel.pp * parallel.vpp
-    hidden = model.hidden_size
-    head_dim, heads, kv_heads = model.head_dim, model.heads // tp, model.kv_heads // tp
+    hidden, matrices = model.hidden_size, layer_matrices(model)
     vocabulary = round_up(model.embedding_rows(vocab_size), tp) // tp * hidden
-    qkv = (heads + 2 * kv_heads) * head_dim
+    qkv_bias = sum(matrices[name][0] for name in QKV) // tp
     layer = {
         "input_layernorm.weight": hidden,
-        "self_attention.linear_proj.weight": hidden * heads * head_dim,
-        "self_attention.linear_qkv.weight": qkv * hidden,
-        **({"self_attention.linear_qkv.bias": qkv} if model.qkv_bias else {}),
-        **({f"self_attention.{name}_layernorm.weight": head_dim for name in "qk"} if model.qk_norm else {}),
+        "self_attention.linear_proj.weight": elements(model, "o_proj") // tp,
+        "self_attention.linear_qkv.weight": elements(model, *QKV) // tp,
+        **({"self_attention.linear_qkv.bias": qkv_bias} if model.qkv_bias else {}),
+        **({f"self_attention.{name}_layernorm.weight": model.head_dim for name in "qk"} if model.qk_norm else {}),
         "pre_mlp_layernorm.weight": hidden,
         **_mlp_sizes(model, parallel=parallel),
     }
@@ -89,14 +89,15 @@ def parameters(
 
 def _mlp_sizes(model: ModelConfig, *, parallel: ParallelConfig) -> dict[str, int]:
     """Of one layer's MLP, or router and experts (of the first rank; all have equally many)."""
-    ffn_size = model.ffn_size // (parallel.tp if model.num_experts is None else 1)  # experts lie whole on their ranks
-    matrix = ffn_size * model.hidden_size
-    weights = {"linear_fc1.weight": 2 * matrix, "linear_fc2.weight": matrix}
+    weights = {
+        "linear_fc1.weight": elements(model, *GATE_AND_UP),
+        "linear_fc2.weight": elements(model, "down_proj"),
+    }
     if model.num_experts is None:
-        return {f"mlp.{name}": size for name, size in weights.items()}
+        return {f"mlp.{name}": size // parallel.tp for name, size in weights.items()}
     experts = range(model.num_experts // parallel.expert)
     return {
-        "mlp.router.weight": model.num_experts * model.hidden_size,
+        "mlp.router.weight": elements(model, ROUTER),
         **{f"mlp.experts.{index}.{name}": size for index in experts for name, size in weights.items()},
     }
 
