@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
 from trainer.algo.kl import next_kl_coef
 from trainer.algo.policy_losses import PolicyLoss
 from trainer.checkpoint.state import Checkpoints
@@ -66,6 +68,10 @@ class Run:
         """The roles that are trained."""
         return {name: role for name, role in self.roles.items() if role.spec.is_trained}
 
+    def build_schedules(self) -> dict[str, OptimizerParamScheduler]:
+        steps = {name: optimizer_steps(self.config, name) for name in self.learners}
+        return {name: self.roles[name].model.build_scheduler(total_steps=steps[name]) for name in steps}
+
     @property
     def judges(self) -> dict[str, Role]:
         """Phase -> the role that says in it what responses are paid."""
@@ -109,8 +115,7 @@ def train(run: Run, outputs: Outputs, *, checkpoints: Checkpoints | None = None)
     resumed = checkpoints.restore(run.learners) if checkpoints else None
     if resumed is None:
         warm_up(run, outputs)
-    steps = {name: optimizer_steps(run.config, name) for name in run.learners}
-    schedules = {name: run.roles[name].model.build_scheduler(total_steps=steps[name]) for name in steps}
+    schedules = run.build_schedules()
     saver = StepSaver(checkpoints, run.learners, schedules=schedules, phases=phases)
     if resumed is None:
         record: dict[str, Any] = {
@@ -168,7 +173,9 @@ def warm_up(run: Run, outputs: Outputs) -> None:
             progress.note(f"the critic starts from the {whose}; only its value head is new")
 
 
-def ppo_step(run: Run, number: int, *, schedules: Mapping[str, Any], kl_coef: float) -> dict[str, float]:
+def ppo_step(
+    run: Run, number: int, *, schedules: Mapping[str, OptimizerParamScheduler], kl_coef: float
+) -> dict[str, float]:
     """One step: from prompts to trained critic and actor."""
     found, experience = collect(run, number, kl_coef=kl_coef)
     learnt = learn(run, experience, number, schedules=schedules, kl_coef=kl_coef)
@@ -225,7 +232,7 @@ def collect(run: Run, number: int, *, kl_coef: float) -> tuple[dict[str, float],
 
 
 def learn(
-    run: Run, experience: Experience, number: int, *, schedules: Mapping[str, Any], kl_coef: float
+    run: Run, experience: Experience, number: int, *, schedules: Mapping[str, OptimizerParamScheduler], kl_coef: float
 ) -> dict[str, float]:
     """Train the critic, then the actor, on the experience of step ``number``; what the metrics say of it."""
     settings, phases, actor, critic = run.config.algo, run.phases, run.actor, run.critic
@@ -261,7 +268,7 @@ def _train(
     experience: Experience,
     loss: step.Loss[Experience],
     number: int,
-    schedule: Any,
+    schedule: OptimizerParamScheduler,
     *,
     target_kl: float | None = None,
 ) -> list[dict[str, float]]:

@@ -277,7 +277,7 @@ def test_without_a_reward_kl_pulls_a_perturbed_actor_back_to_the_reference(overr
         return (actor.exp() * (actor - reference)).sum(-1).mean().item()
 
     before = kl_to_reference()
-    schedules = {name: role.model.build_scheduler(total_steps=8) for name, role in run.learners.items()}
+    schedules = run.build_schedules()
     for number in range(1, 9):
         loop.ppo_step(run, number, schedules=schedules, kl_coef=1.0)
     assert before > 0.01
