@@ -41,6 +41,8 @@ from trainer.training.micro_batches import Split
 from trainer.training.scoring import LOG_PROBS_PHASE, REFERENCE_PHASE, scored_log_probs
 from trainer.training.warm_up import start_critic_from, supervised_steps
 
+Schedules = Mapping[str, OptimizerParamScheduler]  # of learning rates, by role
+
 
 @dataclass(frozen=True)
 class Run:
@@ -68,7 +70,7 @@ class Run:
         """The roles that are trained."""
         return {name: role for name, role in self.roles.items() if role.spec.is_trained}
 
-    def build_schedules(self) -> dict[str, OptimizerParamScheduler]:
+    def build_schedules(self) -> Schedules:
         steps = {name: optimizer_steps(self.config, name) for name in self.learners}
         return {name: self.roles[name].model.build_scheduler(total_steps=steps[name]) for name in steps}
 
@@ -173,9 +175,7 @@ def warm_up(run: Run, outputs: Outputs) -> None:
             progress.note(f"the critic starts from the {whose}; only its value head is new")
 
 
-def ppo_step(
-    run: Run, number: int, *, schedules: Mapping[str, OptimizerParamScheduler], kl_coef: float
-) -> dict[str, float]:
+def ppo_step(run: Run, number: int, *, schedules: Schedules, kl_coef: float) -> dict[str, float]:
     """One step: from prompts to trained critic and actor."""
     found, experience = collect(run, number, kl_coef=kl_coef)
     learnt = learn(run, experience, number, schedules=schedules, kl_coef=kl_coef)
@@ -231,9 +231,7 @@ def collect(run: Run, number: int, *, kl_coef: float) -> tuple[dict[str, float],
         return found, exchange.there(experience)
 
 
-def learn(
-    run: Run, experience: Experience, number: int, *, schedules: Mapping[str, OptimizerParamScheduler], kl_coef: float
-) -> dict[str, float]:
+def learn(run: Run, experience: Experience, number: int, *, schedules: Schedules, kl_coef: float) -> dict[str, float]:
     """Train the critic, then the actor, on the experience of step ``number``; what the metrics say of it."""
     settings, phases, actor, critic = run.config.algo, run.phases, run.actor, run.critic
     critic_sums = actor_sums = None
