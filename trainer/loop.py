@@ -10,6 +10,7 @@ Whoever is not at work sleeps; a forward-only phase wakes parameters alone.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -36,8 +37,9 @@ from trainer.training import step
 from trainer.training.balance import Exchange
 from trainer.training.drawing import draw
 from trainer.training.experience import Credit, Judgement, experience_of
-from trainer.training.finite import require_finite, require_finite_loss, require_progress
+from trainer.training.finite import require_finite, require_progress
 from trainer.training.micro_batches import Split
+from trainer.training.minibatches import train_minibatches
 from trainer.training.scoring import LOG_PROBS_PHASE, REFERENCE_PHASE, scored_log_probs
 from trainer.training.warm_up import start_critic_from, supervised_steps
 
@@ -237,12 +239,12 @@ def learn(run: Run, experience: Experience, number: int, *, schedules: Schedules
     critic_sums = actor_sums = None
     if critic:
         with phases.phase("train_critic", step=number), critic.awake():
-            critic_sums = _train(run, critic, experience, step.value_loss(settings), number, schedules["critic"])
+            critic_sums = _train(run, critic, experience, step.value_loss(settings), number, schedules)
     if number > settings.critic_warmup_steps:
         with phases.phase("train_actor", step=number), actor.awake():
             how = {"temperature": run.config.rollout.temperature, "vocab_size": run.vocab_size, "kl_coef": kl_coef}
             loss = step.policy_loss(settings, run.policy_loss, **how)
-            actor_sums = _train(run, actor, experience, loss, number, schedules["actor"], target_kl=settings.target_kl)
+            actor_sums = _train(run, actor, experience, loss, number, schedules)
             actor.backup()
     return {**metrics.of_critic(critic_sums), **metrics.of_actor(actor_sums)}
 
@@ -261,28 +263,22 @@ def _needs_accuracy(settings: AlgoConfig, number: int, checkpoints: Checkpoints 
 
 
 def _train(
-    run: Run,
-    role: Role,
-    experience: Experience,
-    loss: step.Loss[Experience],
-    number: int,
-    schedule: OptimizerParamScheduler,
-    *,
-    target_kl: float | None = None,
+    run: Run, role: Role, experience: Experience, loss: step.Loss[Experience], number: int, schedules: Schedules
 ) -> list[dict[str, float]]:
-    """All optimizer steps of one PPO step; the reported sums of each, first to last. None follow one whose KL to the
-    sampling policy was more than ``target_kl``; the learning rate goes on as if they had."""
-    settings = run.config.algo
-    split, results, is_far = Split.of_training(run.config), [], False
-    for epoch in range(settings.epochs):
-        for rows in run.prompts.minibatch_rows(len(experience), step=number, epoch=epoch):
-            if not is_far:
-                minibatch = experience.select(rows)
-                results.append(step.train_minibatch(role, minibatch, loss, split=split))
-                is_far = target_kl is not None and metrics.ppo_kl(results[-1]) > target_kl
-            schedule.step(1)
-    require_finite_loss(results, role, minibatch, loss, split=split, when=f"step {number}, train_{role.name}")
-    return results
+    """All optimizer steps of one PPO step; the reported sums of each, first to last."""
+    settings, when = run.config.algo, f"step {number}, train_{role.name}"
+    limit = settings.target_kl if role is run.actor else None
+    epochs = (run.prompts.minibatch_rows(len(experience), step=number, epoch=epoch) for epoch in range(settings.epochs))
+    return train_minibatches(
+        role,
+        experience,
+        loss,
+        rows=itertools.chain.from_iterable(epochs),
+        split=Split.of_training(run.config),
+        schedule=schedules[role.name],
+        stops=lambda sums: limit is not None and metrics.ppo_kl(sums) > limit,
+        when=when,
+    )
 
 
 def _next_kl_coef(config: Config, kl_coef: float, observed: float | None) -> float:
