@@ -33,6 +33,7 @@ SMALL = (
     "algo.warmup_steps=2",
     "algo.warmup_batch_size=8",
     "algo.warmup_questions=null",
+    "optimizer.lr_schedule=constant",
     "optimizer.lr_warmup_steps=0",
     "algo.prompts_per_step=8",
     "algo.responses_per_prompt=2",
@@ -40,6 +41,7 @@ SMALL = (
     "algo.micro_batch_size=4",
     "algo.heldout_prompts=8",
     "rollout.max_new_tokens=4",
+    "rollout.temperature=1.0",
 )
 
 

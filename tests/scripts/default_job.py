@@ -10,6 +10,7 @@ of the variance.
 """
 
 import argparse
+import importlib.metadata
 import json
 import platform
 import statistics
@@ -21,6 +22,15 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
+MEGATRON = importlib.metadata.version("megatron-core")
+
+
+def processor():
+    """Its name and number, and the instructions that torch uses."""
+    lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    fields = {key.strip(): value.strip() for key, _, value in lines}
+    named = [fields[key] for key in ("model name", "cpu family", "model") if key in fields]
+    return f"{' / '.join(named)} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def records_of(directory, *overrides):
@@ -52,9 +62,7 @@ def main():
     parser.add_argument("--seeds", default="1,2,3,4,5")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
-    print(
-        f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
-    )
+    print(f"{processor()}, Python {platform.python_version()}, torch {torch.__version__}, megatron-core {MEGATRON}")
     print(
         "| seed | no update | more supervised steps | RL | explained variance |\n| ---: | ---: | ---: | ---: | ---: |"
     )

@@ -289,6 +289,11 @@ def test_the_hash_is_the_same_in_another_process():
     assert len(config_hash(config_of())) == 16
 
 
+def test_only_what_starts_from_random_weights_is_sampled_hotter():
+    assert config_of().rollout.temperature == 2
+    assert composed("model=hf", "model.path=somewhere").rollout.temperature == 1
+
+
 def test_platform_and_threads_resolve_to_values():
     config = config_of("launch.nproc=1000", "algo.prompts_per_step=1000", "algo.micro_batch_size=2",
                        "algo.warmup_batch_size=1000")  # fmt: skip

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
@@ -32,7 +33,7 @@ from trainer.report import (
     write_report,
 )
 from trainer.report.drawing import png_of
-from trainer.report.memory import timeline
+from trainer.report.memory import Sample, timeline
 
 MIB, GIB = 2**20, 2**30
 PARAMETERS = MIB  # per role, so that bytes per parameter are MiB
@@ -400,6 +401,25 @@ def test_memory_figure_shows_what_slept_while_each_phase_worked(run_directory: P
         ("report", 4, 18, 14),  # put the actor to sleep at its end
         ("rollout", 7, 18, 14),
     ]
+
+
+def test_what_sleeps_in_each_of_many_steps_is_drawn_from_the_least_to_the_most() -> None:
+    def axes_of(steps: int) -> Axes:
+        samples = [
+            Sample(step, phase, 2.0 * step + awake, None, None, None, None, 5.0 + awake, 0.0)
+            for step in range(steps)
+            for phase, awake in (("rollout", 0), ("report", 1))
+        ]
+        axes = Figure().subplots()
+        released = figures._Series("released", "black", lambda sample: sample.released_bytes, holds_for_phase=True)
+        figures._draw_bytes(axes, samples, (released,), size=1)
+        return axes
+
+    (band,) = axes_of(70).collections
+    corners = band.get_paths()[0].vertices
+    assert (corners[:, 1].min(), corners[:, 1].max()) == (5, 6)
+    assert corners[:, 0].max() == 2 * 69 + 1
+    assert not axes_of(7).collections
 
 
 def test_report_of_a_run_without_steps_has_no_figures(tmp_path: Path) -> None:

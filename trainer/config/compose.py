@@ -43,6 +43,7 @@ def register() -> None:
         "equal": lambda left, right: left == right,
         "directions": lambda objective: [objectives.DIRECTIONS.get(x) for x in objective],
         "trial_number": lambda job, known: int(job) + int(known),
+        "if_null": lambda value, then, otherwise: then if value is None else otherwise,
         "threads_per_worker": lambda nproc: max(1, _usable_cores() // max(1, int(nproc))),
     }.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)

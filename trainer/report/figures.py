@@ -33,6 +33,7 @@ _PHASE_COLORS = (
     *("#AA4499", "#332288", "#117733", "#882255", "#BBBBBB"),
 )
 _SHADE = 0.35
+_MANY_STEPS = 60  # from here on, what sleeps in each of them would be a block of colour
 
 
 def draw_training(metrics: Sequence[Record], path: Path) -> bool:
@@ -87,7 +88,8 @@ def _draw_accuracy(axes: Axes, metrics: Sequence[Record]) -> None:
         return
     steps, accuracies = zip(*measured, strict=True)
     errors = [r.get("heldout_accuracy_se") or 0.0 for r in records]
-    axes.errorbar(steps, accuracies, yerr=errors, color=BLUE, marker="o", markersize=5, capsize=3)
+    size, cap = (3, 0) if len(records) > 12 else (5, 3)
+    axes.errorbar(steps, accuracies, yerr=errors, color=BLUE, marker="o", markersize=size, capsize=cap)
     above = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
     for step, accuracy in {measured[0], measured[-1]}:
         axes.annotate(f"{accuracy:.1%}", (step, accuracy), **above)
@@ -140,6 +142,8 @@ def draw_memory(memory: Sequence[Record], path: Path) -> bool:
             largest_bytes = max(series_.bytes_of(sample) or 0 for series_ in series for sample in samples)
             unit, size = byte_unit(largest_bytes)
             _draw_bytes(whole, samples, series, size=size)
+            if samples[-1].step - samples[0].step >= _MANY_STEPS and any(series_.holds_for_phase for series_ in series):
+                title += ", range of each step"
             _shade_phases(close, last_step)
             _draw_bytes(close, last_step, series, size=size)
             whole.set(title=title, ylabel=unit, ylim=(0, 1.1 * largest_bytes / size))
@@ -155,8 +159,19 @@ def draw_memory(memory: Sequence[Record], path: Path) -> bool:
 
 
 def _draw_bytes(axes: Axes, samples: Sequence[Sample], series: Sequence[_Series], *, size: int) -> None:
+    by_step: dict[int, list[int]] = {}
+    for number, sample in enumerate(samples):
+        by_step.setdefault(sample.step, []).append(number)
     for label, color, bytes_of, holds_for_phase in series:
         sizes = floats([bytes_of(sample) for sample in samples])
+        if holds_for_phase and len(by_step) > _MANY_STEPS:
+            ends = np.asarray(_clock(samples))[[numbers[-1] for numbers in by_step.values()]]
+            least, most = (
+                np.array([of(sizes[numbers]) for numbers in by_step.values()]) / size for of in (np.min, np.max)
+            )
+            axes.fill_between(ends, least, most, color=color, alpha=_SHADE, linewidth=0, label=label)
+            axes.plot(ends, most, color=color)
+            continue
         known = np.isfinite(sizes)  # PSS is sampled now and then only
         axes.plot(
             np.asarray(_clock(samples))[known],
