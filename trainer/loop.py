@@ -33,6 +33,7 @@ from trainer.megatron.groups import combined_digest
 from trainer.report import Progress, RunRecords
 from trainer.roles.role import FORWARD, Role
 from trainer.rollout.base import RolloutEngine
+from trainer.tasks.base import Task
 from trainer.training import step
 from trainer.training.balance import Exchange
 from trainer.training.drawing import draw
@@ -229,6 +230,8 @@ def collect(run: Run, number: int, *, kl_coef: float) -> tuple[dict[str, float],
         judged = Judgement(ref_log_probs, *of_phase.get(LOG_PROBS_PHASE, (None, None)), values)
         experience = experience_of(batch, judged, settings=config.algo, credit=run.credit, kl_coef=kl_coef)
         found = metrics.of_drawing(drawn.rounds, groups=drawn.drawn_groups, flat=drawn.flat_groups)
+        if not isinstance(run.prompts.environment, Task):
+            found |= metrics.of_episodes(drawn.tally)
         found |= metrics.of_groups(batch, group_size=config.algo.responses_per_prompt)
         return found, exchange.there(experience)
 

@@ -18,6 +18,8 @@ def test_every_task_trains_for_a_few_steps(tmp_path):
         "arithmetic": ("task=arithmetic",),
         "chain_sum": ("task=chain_sum",),
         "reasoning_gym": ("task=reasoning_gym", "task.dataset=basic_arithmetic", "rollout.max_prompt_tokens=96"),
+        "calculator": ("task=calculator", "reward=null", "rollout.max_new_tokens=8"),
+        "guess_number": ("task=guess_number", "reward=null", "rollout.max_prompt_tokens=60"),
         "jsonl": ("task=jsonl", f"task.path={tmp_path / 'questions.jsonl'}"),
     }
     configs = {name: config_of(*SMALL, *overrides) for name, overrides in tasks.items()}

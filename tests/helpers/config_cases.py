@@ -52,6 +52,8 @@ BASES: tuple[Case, ...] = (
     ("platform=cpu", "algo=grpo"),
     ("platform=cpu", "model=tiny_moe", "memory=rebuild", "rollout=hf"),
     ("platform=cpu", "task=reasoning_gym", "task.dataset=chain_sum"),
+    ("platform=cpu", "task=calculator"),
+    ("platform=cpu", "task=guess_number"),
 )
 
 

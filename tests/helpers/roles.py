@@ -95,6 +95,7 @@ def make_batch(lengths: list[int], *, prompt: int = 3, seed: int = 0, **given: T
         engine_log_probs=torch.full(per_token, -4.0).where(mask, 0.0),
         truncated=torch.zeros(len(lengths), dtype=torch.bool),
         scores=torch.zeros(len(lengths)),
+        turn_rewards=torch.zeros(per_token),
         weights_step=0,
         ref_log_probs=torch.full(per_token, -4.1).where(mask, 0.0),
         old_log_probs=torch.full(per_token, -4.0).where(mask, 0.0),

@@ -11,11 +11,18 @@ GARBAGE = [0.0, 1e6, -1e6, NAN]
 HOLES = torch.tensor([[True, False, True, True, False], [True, True, True, True, True], [False] * 5])
 
 
+def paid(scores, *, kl, turn_rewards=None, **options):
+    """Rewards per token, of one turn unless told otherwise."""
+    return token_rewards(
+        scores, turn_rewards=torch.zeros_like(kl) if turn_rewards is None else turn_rewards, kl=kl, **options
+    )
+
+
 @pytest.mark.parametrize("padding", GARBAGE)
 def test_token_rewards_by_hand(padding):
     kl = torch.tensor([[0.5, padding, 1.0, 2.0, padding], [0.0, 1.0, 0.0, -1.0, 3.0], [padding] * 5])
     before = kl.clone()
-    rewards = token_rewards(torch.tensor([10.0, -1.0, padding]), kl=kl, response_mask=HOLES, kl_coef=0.1)
+    rewards = paid(torch.tensor([10.0, -1.0, padding]), kl=kl, response_mask=HOLES, kl_coef=0.1)
     expected = torch.tensor([[-0.05, 0.0, -0.1, 9.8, 0.0], [0.0, -0.1, 0.0, 0.1, -1.3], [0.0] * 5])
     torch.testing.assert_close(rewards, expected)
     assert torch.equal(kl.nan_to_num(7.0), before.nan_to_num(7.0))
@@ -23,15 +30,15 @@ def test_token_rewards_by_hand(padding):
 
 def test_reward_of_an_empty_response_does_not_reach_the_others():
     kl, mask = torch.zeros(3, 5), HOLES
-    with_score = token_rewards(torch.tensor([1.0, 2.0, 1e6]), kl=kl, response_mask=mask, kl_coef=0.0)
-    without = token_rewards(torch.tensor([1.0, 2.0, 0.0]), kl=kl, response_mask=mask, kl_coef=0.0)
+    with_score = paid(torch.tensor([1.0, 2.0, 1e6]), kl=kl, response_mask=mask, kl_coef=0.0)
+    without = paid(torch.tensor([1.0, 2.0, 0.0]), kl=kl, response_mask=mask, kl_coef=0.0)
     assert torch.equal(with_score, without)
     assert with_score.sum() == 3.0
 
 
 def test_batch_without_columns():
     mask = torch.zeros(2, 0, dtype=torch.bool)
-    rewards = token_rewards(torch.ones(2), kl=torch.zeros(2, 0), response_mask=mask, kl_coef=1.0)
+    rewards = paid(torch.ones(2), kl=torch.zeros(2, 0), response_mask=mask, kl_coef=1.0)
     advantages, returns = gae(
         rewards,
         values=torch.zeros(2, 0),
@@ -139,7 +146,7 @@ def test_kl_in_the_reward_reaches_actor_and_critic_alike():
     kl = kl_estimate(log_probs, ref_log_probs=ref_log_probs, response_mask=mask, estimator="k1", clamp=None)  # 0.5, 2
     results = []
     for kl_coef in (0.0, 0.1):
-        rewards = token_rewards(torch.tensor([1.0]), kl=kl, response_mask=mask, kl_coef=kl_coef)
+        rewards = paid(torch.tensor([1.0]), kl=kl, response_mask=mask, kl_coef=kl_coef)
         results.append(
             gae(
                 rewards,

@@ -130,7 +130,7 @@ def test_step_on_the_policy_loss_with_nothing_but_kl_in_the_reward_moves_the_act
     old = ACTOR.log_softmax(-1)
     column = torch.ones(4, 1, dtype=torch.bool)  # four one-token responses, one per token of the vocabulary
     kl = kl_loss(old, "k1")[:, None]
-    rewards = token_rewards(torch.zeros(4), kl=kl, response_mask=column, kl_coef=0.5)
+    rewards = token_rewards(torch.zeros(4), turn_rewards=torch.zeros_like(kl), kl=kl, response_mask=column, kl_coef=0.5)
 
     def loss_per_token(log_p):
         tokens = policy_tokens(old[:, None], advantages=rewards, response_mask=column)

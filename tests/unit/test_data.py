@@ -10,7 +10,8 @@ from tests.helpers.roles import small_config
 from trainer.common.seeds import seed_for
 from trainer.data import prompts as data
 from trainer.data.prompts import Prompts
-from trainer.tasks import ResponseInfo
+from trainer.data.rewards import Payer
+from trainer.tasks import Reply, ResponseInfo
 from trainer.tasks.arithmetic import ArithmeticTask
 from trainer.tasks.tokenizer import load_tokenizer
 
@@ -139,9 +140,10 @@ def test_the_same_sequences_make_a_minibatch_however_many_ranks_there_are(tokeni
 def test_scores_are_the_tasks(tokenizer):
     prompts = prompts_of(tokenizer, "reward=null")
     examples = list(TASK.train[:2])
-    assert prompts.scores([examples[0].answer, "no idea"], examples, [INFO] * 2) == [1.0, 0.0]
+    replies = prompts.replies([[examples[0].answer], ["no idea"]], examples, [INFO] * 2, payer=Payer.REWARD)
+    assert replies == [Reply(1.0), Reply(0.0)]
     with pytest.raises(ValueError, match="zip"):
-        prompts.scores(["1"], examples, [INFO] * 2)
+        prompts.replies([["1"]], examples, [INFO] * 2, payer=Payer.REWARD)
     encoded = prompts.encode(examples)
     assert [tokenizer.decode(ids) for ids in encoded] == [example.question for example in examples]
 

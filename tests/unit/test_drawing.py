@@ -13,9 +13,9 @@ from trainer import loop, worker
 from trainer.algo.shaping import overlong_penalty
 from trainer.config.pieces import make_task
 from trainer.data.batch import joined
-from trainer.data.rewards import check_rewards, pay
+from trainer.data.rewards import Payer, check_rewards, reply_to
 from trainer.measure.phases import Phases
-from trainer.tasks import Example, ResponseInfo
+from trainer.tasks import Example, Reply, ResponseInfo
 from trainer.training.drawing import draw
 
 pytestmark = pytest.mark.usefixtures("saver")
@@ -26,11 +26,11 @@ def built(*overrides, pays=None):
     fresh_saver()
     run = worker.build(small_config(*overrides), Phases(lambda record: None, gpu=False))
     if pays is not None:
-        run.prompts.scores = lambda texts, examples, infos: [pays(example) for example in examples]
+        run.prompts.replies = lambda said, examples, infos, payer: [Reply(pays(example)) for example in examples]
     return run
 
 
-class Payer:
+class OneOfTwo:
     """Pays the two responses to a question 1 and 0 if it is one of ``good``, else both alike."""
 
     def __init__(self, is_good):
@@ -50,13 +50,13 @@ def groups_with_spread(batch):
 
 
 def test_without_it_the_engine_draws_once():
-    drawn = drawn_of(built(pays=Payer(lambda example: False)))
+    drawn = drawn_of(built(pays=OneOfTwo(lambda example: False)))
     assert (drawn.rounds, drawn.drawn_groups, drawn.flat_groups) == (1, 8, 8)
 
 
 def test_groups_without_a_spread_give_their_places_to_others():
     is_good = lambda example: example.metadata["operation"] == "plus"  # noqa: E731
-    run = built("algo.dynamic_sampling_rounds=20", pays=Payer(is_good))
+    run = built("algo.dynamic_sampling_rounds=20", pays=OneOfTwo(is_good))
     first = [is_good(example) for example in run.prompts.for_step(1)[::2]]
     drawn = drawn_of(run)
     assert 0 < sum(first) < 8
@@ -65,7 +65,7 @@ def test_groups_without_a_spread_give_their_places_to_others():
     assert 1 < drawn.rounds < 20
     assert drawn.drawn_groups == 8 * drawn.rounds
     assert drawn.flat_groups >= 8 - sum(first)
-    plain = drawn_of(built(pays=Payer(is_good))).batch
+    plain = drawn_of(built(pays=OneOfTwo(is_good))).batch
     kept = torch.tensor(first).repeat_interleave(2)  # those that taught something stay where they were
     width = min(plain.tokens.shape[1], drawn.batch.tokens.shape[1])
     assert torch.equal(drawn.batch.tokens[kept, :width], plain.tokens[kept, :width])
@@ -73,10 +73,10 @@ def test_groups_without_a_spread_give_their_places_to_others():
 
 
 def test_rounds_are_limited_and_what_is_not_found_stays():
-    run = built("algo.dynamic_sampling_rounds=2", pays=Payer(lambda example: False))
+    run = built("algo.dynamic_sampling_rounds=2", pays=OneOfTwo(lambda example: False))
     drawn = drawn_of(run)
     assert (drawn.rounds, drawn.drawn_groups, drawn.flat_groups) == (3, 24, 24)
-    plain = drawn_of(built(pays=Payer(lambda example: False))).batch
+    plain = drawn_of(built(pays=OneOfTwo(lambda example: False))).batch
     assert torch.equal(drawn.batch.tokens, plain.tokens)
 
 
@@ -89,7 +89,7 @@ def test_later_rounds_have_questions_of_their_own_which_a_resumed_run_has_too():
 
 def test_rounds_are_in_the_metrics():
     outputs, records = recorded()
-    loop.train(built("algo.dynamic_sampling_rounds=1", pays=Payer(lambda example: False)), outputs)
+    loop.train(built("algo.dynamic_sampling_rounds=1", pays=OneOfTwo(lambda example: False)), outputs)
     assert [record["sampling/rounds"] for record in records[1:]] == [2.0, 2.0]
     assert records[1]["sampling/groups"] == 16
     assert records[1]["sampling/flat_group_fraction"] == records[1]["flat_group_fraction"] == 1.0
@@ -168,7 +168,7 @@ def test_updates_stop_behind_the_target_kl_and_the_learning_rate_goes_on():
     records = {}
     for name, target in (("all", "null"), ("few", "1e-9")):
         outputs, found = recorded()
-        run = built(*common, f"algo.target_kl={target}", pays=Payer(lambda example: True))
+        run = built(*common, f"algo.target_kl={target}", pays=OneOfTwo(lambda example: True))
         loop.train(run, outputs)
         records[name] = found[1:]
     assert [record["actor/updates"] for record in records["all"]] == [6.0, 6.0]
@@ -199,7 +199,7 @@ def test_a_reward_function_may_take_token_count_and_truncation(monkeypatch):
     example, info = Example("1 + 1 =", "2"), ResponseInfo(token_count=7, truncated=True)
     for name, expected in (("three", 107.0), ("two", 0.5), ("with_a_default", 2.0)):
         config = config_of(f"reward=informed_rewards.{name}")
-        assert pay(config, make_task(config), "2", example, info) == expected
+        assert reply_to(config, make_task(config), ["2"], example, info, payer=Payer.REWARD) == Reply(expected)
         check_rewards(config, make_task(config))
 
 

@@ -138,3 +138,31 @@ def test_a_chat_template_stays_whole_around_a_shortened_question(tokenizer):
 
 def test_an_encoder_takes_the_real_config(tokenizer):
     assert Encoder(config_of().tokenizer, tokenizer).questions(["1"]) == [tokenizer.encode("1")]
+
+
+def test_what_an_environment_answers_follows_the_response_as_it_is(tokenizer):
+    encoder = Encoder(PLAIN, tokenizer)
+    assert encoder.replies([" 12 =", "<eos>"], ends=[5, 6]) == [tokenizer.encode(text) for text in (" 12 =", "<eos>")]
+    assert encoder.replies([], ends=[]) == []
+
+
+def test_in_a_chat_template_it_is_the_users_next_turn(tokenizer):
+    """Which begins with the end of the assistant's, unless the response has ended itself."""
+    unsplit = copy.deepcopy(tokenizer)
+    unsplit.split_special_tokens = False
+    template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<eos>\n{% endfor %}" + GENERATE
+    encoder, eos = chat(unsplit, template), tokenizer.eos_token_id
+    ended, cut = encoder.replies(["try again", "try again"], ends=[eos, 9])
+    assert tokenizer.decode(ended) == "\nuser:try again<eos>\nassistant:"
+    assert cut == [eos, *ended]
+    question, turn = encoder.questions(["2 + 2"])[0], encoder.answers(["(response)"])[0]
+    conversation = [("user", "2 + 2"), ("assistant", "(response)"), ("user", "try again")]
+    messages = [{"role": role, "content": content} for role, content in conversation]
+    whole = unsplit.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode([*question, *turn, *ended]) == whole
+
+
+def test_a_template_that_changes_the_assistants_turn_allows_no_second_one(tokenizer):
+    template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}" + GENERATE
+    with pytest.raises(ValueError, match="does not write an assistant's turn as it is, so no turn can follow"):
+        chat(tokenizer, template).replies(["more"], ends=[3])

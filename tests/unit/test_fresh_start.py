@@ -8,6 +8,7 @@ from tests.helpers.recording import recorded
 from tests.helpers.roles import fresh_saver, make_role, same_weights, small_config, train, weights_of
 from trainer import loop, worker
 from trainer.measure.phases import Phases
+from trainer.tasks import Reply
 
 pytestmark = pytest.mark.usefixtures("saver")
 STEPS = ("algo.warmup_steps=4", "algo.num_steps=3")
@@ -15,7 +16,7 @@ STEPS = ("algo.warmup_steps=4", "algo.num_steps=3")
 
 def built(*overrides, pays=lambda text: 0.3):
     run = worker.build(small_config(*STEPS, *overrides), Phases(lambda record: None, gpu=False))
-    run.prompts.scores = lambda texts, examples, infos: [pays(text) for text in texts]
+    run.prompts.replies = lambda said, examples, infos, payer: [Reply(pays(texts[-1])) for texts in said]
     return run
 
 
@@ -114,8 +115,9 @@ def test_the_gap_of_the_engine_sees_top_p():
 def test_an_evaluation_may_draw_responses_too():
     outputs, records = recorded()
     run = built("algo.evaluation_samples=3", "algo.heldout_prompts=4", "algo.num_steps=0")
-    run.prompts.verdicts = lambda texts, examples: [1.0, 0.0, 0.0][: len(texts)] * (len(texts) // min(len(texts), 3))
-    run.prompts.heldout = lambda count: run.prompts._task.heldout[:2]
+    verdicts = [Reply(1.0), Reply(0.0), Reply(0.0)]
+    run.prompts.replies = lambda said, examples, infos, payer: verdicts[: len(said)] * (len(said) // min(len(said), 3))
+    run.prompts.heldout = lambda count: run.prompts.environment.heldout[:2]
     loop.train(run, outputs)
     (record,) = records
     assert record["heldout_accuracy"] == 0.5  # greedy: 1, 0

@@ -13,12 +13,16 @@ import torch
 
 from tests.helpers.composing import config_of
 from trainer.config.pieces import make_task
-from trainer.data.rewards import check_rewards, pay, verdict
+from trainer.data.rewards import Payer, check_rewards, reply_to
 from trainer.tasks import Example, ResponseInfo
 from trainer.tasks.arithmetic import ArithmeticTask
 from trainer.tasks.verifiers import RewardError, as_reward, verify
 
 EXAMPLE = Example("1 + 1 =", "2")
+
+
+def paid(config, task, response, payer):
+    return reply_to(config, task, [response], EXAMPLE, ResponseInfo(1, truncated=False), payer=payer).reward
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,7 @@ def test_a_function_that_returns_numpy_numbers_pays(functions):
     config = config_of("reward=my_pay.whole")
     task = make_task(config)
     check_rewards(config, task)
-    assert [pay(config, task, text, EXAMPLE, ResponseInfo(1, truncated=False)) for text in ("2", "3")] == [1.0, 0.0]
+    assert [paid(config, task, text, Payer.REWARD) for text in ("2", "3")] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +119,6 @@ class UndefinedVerdict(ArithmeticTask):
 def test_a_verdict_is_a_finite_number():
     config = config_of()
     task = UndefinedVerdict(max_operand=9, operations=["plus"], forms="digits", heldout_fraction=0.1, seed=1)
-    assert verdict(task, "2", EXAMPLE) == 1.0
+    assert paid(config, task, "2", Payer.ENVIRONMENT) == 1.0
     with pytest.raises(RewardError, match=r"UndefinedVerdict.score returned nan for 'no answer at all'"):
         check_rewards(config, task)

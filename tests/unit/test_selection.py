@@ -12,13 +12,14 @@ import pytest
 from rich.console import Console
 
 from tests.helpers.composing import config_of
+from tests.helpers.interviews import Interview
 from tests.helpers.megatron_world import one_rank_world
 from trainer.config.pieces import make_task
 from trainer.config.schema import Config
 from trainer.data.encoding import Encoder
 from trainer.data.prompts import Prompts
 from trainer.data.selection import Selection, digest_of, drawn_positions, select, stand_in
-from trainer.tasks import Example, Task
+from trainer.tasks import Environment, Example, Task
 from trainer.tasks.tokenizer import light_tokenizer, load_tokenizer
 
 SIZES = ("rollout.max_prompt_tokens=8", "rollout.max_new_tokens=4", "algo.num_steps=2", "algo.prompts_per_step=64")
@@ -26,14 +27,14 @@ LONG = {"prompt": "1234567890", "answer": "1"}  # every digit is a token
 FITS = {"prompt": "12345678", "answer": "123"}
 
 
-def selected(config: Config, task: Task | None = None, *, console: Console | None = None) -> Selection:
+def selected(config: Config, task: Environment | None = None, *, console: Console | None = None) -> Selection:
     task = task or make_task(config)
     tokenizer = light_tokenizer(None, task=task, vocab_size=320)
     encoder = Encoder(config.tokenizer, tokenizer)
     return select(config, task, encoder=encoder, console=console or Console(file=StringIO()))
 
 
-def prompts_of(config: Config, task: Task) -> Prompts:
+def prompts_of(config: Config, task: Environment) -> Prompts:
     tokenizer = load_tokenizer(None, task=task, vocab_size=320)
     return Prompts(config, task=task, tokenizer=tokenizer, selection=selected(config, task))
 
@@ -87,6 +88,40 @@ def test_a_long_answer_matters_to_the_warm_up_alone(files):
     assert "too long" not in selected(config_of(*overrides, "algo.warmup_steps=0")).summary
 
 
+INTERVIEW = ("task=guess_number", "rollout.max_new_tokens=4", "algo.warmup_batch_size=64", "algo.prompts_per_step=64")
+
+
+def test_a_demonstration_of_several_turns_that_does_not_fit_is_named():
+    """Before its n-th response stand 2 tokens of the question and 4 of each turn: the response, its end, and 2."""
+    config = config_of(*INTERVIEW, "rollout.max_prompt_tokens=29")
+    complaint = (
+        "training question 7: what was said before a later turn has 30 tokens, more than rollout.max_prompt_tokens"
+    )
+    with pytest.raises(ValueError, match=f"{complaint}=29. Of 8 .*use rollout.max_prompt_tokens=30"):
+        selected(config, Interview(max_turns=8))
+    assert "too long" not in selected(config, Interview(max_turns=7)).summary
+    dropped = selected(config_of(*INTERVIEW, "rollout.max_prompt_tokens=20", "data.too_long=drop"), Interview(8))
+    assert dropped.dropped == {5, 6, 7}
+    assert dropped.dropped_heldout == frozenset()  # held-out questions are demonstrated to nobody
+
+
+def test_a_warm_up_shows_all_turns_or_as_many_as_fit():
+    settings = (*INTERVIEW, "rollout.max_prompt_tokens=20", "data.too_long=truncate")
+    with one_rank_world():
+        prompts = prompts_of(config_of(*settings), Interview(8))
+        batch = prompts.supervised_batch(1)
+        shown = prompts._demonstrations(list(prompts.environment.train))
+        text = [[prompts.tokenizer.decode(part) for turn in turns for part in turn] for turns in shown]
+    assert text[2] == ["q3", "a<eos>", "+1", "a<eos>", "+2", "a<eos>"]
+    assert [len(turns) for turns in shown] == [1, 2, 3, 4, 5, 5, 5, 5]
+    for row, mask in zip(batch.tokens, batch.response_mask, strict=True):
+        learned = prompts.tokenizer.decode(row[1:][mask].tolist())
+        assert learned == "a<eos>" * (int(mask.sum()) // 2)
+        assert 1 <= int(mask.sum()) // 2 <= 5
+        spoken = [part for part in prompts.tokenizer.decode(row.tolist()).replace("<pad>", "").split("a<eos>") if part]
+        assert spoken[1:] == [f"+{turn}" for turn in range(1, len(spoken))]
+
+
 def test_an_empty_prompt_is_refused():
     task = ListTask(["1 + 1 =", ""])
     with pytest.raises(ValueError, match="training question 1: the prompt has no tokens"):
@@ -137,7 +172,7 @@ def test_long_prompts_and_answers_are_shortened_and_counted(files):
         assert (selection.dropped, selection.dropped_heldout) == (frozenset(), frozenset())
         assert selection.summary.endswith("1 and 1 of them too long (up to 10 tokens), shortened")
         (example,) = (example for example in task.train if example.answer == "123456")
-        (ids,), (answer,) = prompts.encode([example]), prompts._answers([example])
+        (((ids, answer),),) = prompts._demonstrations([example])
         assert prompts.tokenizer.decode(ids) == "34567890"  # its end is kept
         assert prompts.tokenizer.decode(answer) == "1234"  # a response that is cut off has no end
 

@@ -27,6 +27,7 @@ from trainer.data.batch import Sequences
 from trainer.measure import metrics
 from trainer.measure.phases import Phases
 from trainer.roles.role import FORWARD
+from trainer.tasks import Reply
 from trainer.training import step
 from trainer.training.micro_batches import Split
 from trainer.training.model_input import ModelInput
@@ -260,7 +261,7 @@ def test_without_a_reward_kl_pulls_a_perturbed_actor_back_to_the_reference(overr
         *overrides,
     )
     run = worker.build(config, Phases(lambda record: None, gpu=False))
-    run.prompts.scores = lambda texts, examples, infos: [0.0] * len(texts)
+    run.prompts.replies = lambda said, examples, infos, payer: [Reply(0.0)] * len(said)
     loop.warm_up(run, loop.Outputs(None, None, None))
     with run.actor.awake():
         noisy = {name: w + 0.1 * normal(w.shape, seed=len(name)) for name, w in weights_of(run.actor).items()}

@@ -1,4 +1,4 @@
-"""From one score per response to rewards, advantages and returns per token. Nothing here has gradients."""
+"""From scores of responses and their turns to rewards, advantages and returns per token. Nothing here has gradients."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,14 @@ from trainer.algo.masked import zero_padding
 
 
 @torch.no_grad()
-def token_rewards(scores: Tensor, *, kl: Tensor, response_mask: Tensor, kl_coef: float) -> Tensor:
-    """Reward per token: -kl_coef * KL on every token, plus the score on the last (arXiv:1909.08593 eq. 2).
+def token_rewards(scores: Tensor, *, turn_rewards: Tensor, kl: Tensor, response_mask: Tensor, kl_coef: float) -> Tensor:
+    """Reward per token: -kl_coef * KL on every token, plus the score on the last (arXiv:1909.08593 eq. 2), less what of
+    it stands on earlier tokens.
 
     Args:
-        scores: [b], one per response. The score of a row without valid tokens has no token to land on and is
-            dropped.
+        scores: [b], one per response, of all its turns. The score of a row without valid tokens has no token to land
+            on and is dropped.
+        turn_rewards: [b, s], what of the score is paid on earlier tokens: on the last one of each turn but the last.
         kl: [b, s] estimate of the KL to the reference; left as it is, so that it can be logged.
         response_mask: [b, s] bool.
         kl_coef: 0 for "no KL in the reward".
@@ -21,7 +23,9 @@ def token_rewards(scores: Tensor, *, kl: Tensor, response_mask: Tensor, kl_coef:
         [b, s], zero off the mask. Advantages and returns both derive from it, so actor and critic see the
         same KL.
     """
-    return score_on_last_token(scores, response_mask=response_mask) - kl_coef * zero_padding(kl, mask=response_mask)
+    paid = zero_padding(turn_rewards, mask=response_mask)
+    paid = paid + score_on_last_token(scores - paid.sum(1), response_mask=response_mask)
+    return paid - kl_coef * zero_padding(kl, mask=response_mask)
 
 
 def score_on_last_token(scores: Tensor, *, response_mask: Tensor) -> Tensor:

@@ -28,14 +28,15 @@ from trainer.config.roles import TrainedRole, trained_role
 from trainer.config.schema import Config
 from trainer.data.batch import Experience, Sequences
 from trainer.data.prompts import Prompts
+from trainer.data.rewards import Payer
 from trainer.measure import metrics, throughput
 from trainer.measure.phases import Phases
 from trainer.memory.saver import NullSaver
 from trainer.rollout.hf import HfEngine
 from trainer.tasks.tokenizer import load_tokenizer, vocabulary_size
 from trainer.training import step
-from trainer.training.drawing import response_infos
-from trainer.training.experience import Credit, Judgement, experience_of, rollout_batch
+from trainer.training.episodes import play
+from trainer.training.experience import Credit, Judgement, experience_of
 from trainer.training.micro_batches import Split, in_order, micro_batches
 
 Reader = Callable[[Tensor], tuple[Tensor, ...]]
@@ -163,10 +164,8 @@ class PlainLoop:
         with phase("rollout", step=number):
             examples = self._prompts.for_step(number)
             seed = seed_for(config.seed, "rollout", step=number)
-            responses = self._engine.generate(self._prompts.encode(examples), seed=seed)
-            infos = response_infos(responses.response_mask, responses.truncated)
-            scores = self._prompts.scores(responses.texts, examples, infos)
-            drawn = rollout_batch(responses, scores=scores, weights_step=number - 1)
+            episodes = play(config, self._prompts, self._engine, examples, seed=seed, payer=Payer.REWARD)
+            drawn = episodes.batch(weights_step=number - 1)
         ref_log_probs = old_log_probs = entropy = None
         if settings.uses_reference:
             with phase("ref_log_probs", step=number):

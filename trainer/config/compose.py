@@ -27,7 +27,7 @@ from trainer.config.roles import drops_copy
 from trainer.config.rules.model import default_attention_backend, default_kernels
 from trainer.config.schema import GRAD_FLAG, PARAM_FLAG, ComposedConfig, Config, MemoryConfig, RestoreConfig
 from trainer.config.settings import is_marked
-from trainer.tasks import Task
+from trainer.tasks import Environment
 from trainer.tasks.tokenizer import tokenizer_digest
 
 
@@ -73,7 +73,7 @@ def to_config(composed: DictConfig) -> Config:
     _require_values(composed)
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, dict)
-    values["task"] = _typed_piece("task", values["task"], base=Task)
+    values["task"] = _typed_piece("task", values["task"], base=Environment)
     values["memory"] = _typed_memory(values["memory"])
     values["advantages"] = _typed_piece("advantages", values["advantages"], base=AdvantageEstimator)
     values["policy_loss"] = _typed_piece("policy_loss", values["policy_loss"], base=PolicyLoss)
@@ -171,7 +171,8 @@ def _typed_piece(section: str, given: dict[str, Any], *, base: type) -> dict[str
         raise ValueError(f"{section} has no _target_: name its class with {section}._target_=package.module.Class")
     piece = import_named(target, setting=f"{section}._target_")
     if not (isinstance(piece, type) and issubclass(piece, base) and dataclasses.is_dataclass(piece)):
-        public = "trainer.tasks.Task" if base is Task else f"{base.__module__}.{base.__name__}"
+        of_tasks = "trainer.tasks.Task or trainer.tasks.Environment"
+        public = of_tasks if base is Environment else f"{base.__module__}.{base.__name__}"
         raise ValueError(f"{section}._target_={target} is no dataclass derived from {public}")
     known = [field.name for field in dataclasses.fields(piece)]
     for key in values:

@@ -11,7 +11,7 @@ from trainer.algo.estimators import AdvantageEstimator
 from trainer.algo.mismatch import Correction
 from trainer.algo.policy_losses import PolicyLoss
 from trainer.config.schema import Config
-from trainer.tasks import Task
+from trainer.tasks import Environment
 
 PIECES = ("task", "advantages", "policy_loss", "mismatch")  # sections that name a class
 
@@ -21,8 +21,8 @@ def piece_classes(config: Config) -> dict[str, type]:
     return {section: get_class(getattr(config, section)["_target_"]) for section in PIECES}
 
 
-def make_task(config: Config) -> Task:
-    """The run's task (cheap, torch-free)."""
+def make_task(config: Config) -> Environment:
+    """The run's task, or environment of several turns (cheap, torch-free)."""
     return _made(config.task)
 
 

@@ -19,7 +19,8 @@ RolloutBatchT = TypeVar("RolloutBatchT", bound="RolloutBatch")
 
 @dataclass(frozen=True)
 class Sequences:
-    """n sequences of one rank: prompt, response, padding on the right.
+    """n sequences of one rank: prompt, response, padding on the right. Of several turns, what the environment has said
+    between responses is a hole in the response mask.
 
     Ranks that hold a model together have the same ones. A subclass adds what is known of each sequence, [n], or of each
     token, [n, s-1], aligned with ``response_mask``; None where a run has no such thing.
@@ -71,14 +72,17 @@ class RolloutBatch(Sequences):
     Attributes:
         engine_log_probs: [n, s-1] fp32, the engine's own log-prob of each response token under the distribution that
             it was drawn from (after top-k, top-p and min-p); 0 elsewhere.
-        truncated: [n] bool, cut off at the longest length.
-        scores: [n] fp32, what each response is paid: by the task's verdict, by ``reward``, or by judges.
+        truncated: [n] bool, cut off at the longest length, or ended by a limit of turns or tokens.
+        scores: [n] fp32, what each response is paid, of several turns all together: by the environment, by ``reward``,
+            or by judges.
+        turn_rewards: [n, s-1] fp32, what of the score was paid for turns before the last, on the last token of each.
         weights_step: the PPO step that trained the weights it was drawn with; 0: those of the warm-up.
     """
 
     engine_log_probs: Tensor
     truncated: Tensor
     scores: Tensor
+    turn_rewards: Tensor
     weights_step: int
 
     def paid(self: RolloutBatchT, scores: Tensor) -> RolloutBatchT:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 TEMPLATE_DATE = date(2024, 7, 26)  # what the templates of Llama 3 write where there is no clock
 _DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _CLOCK = re.compile(r"strftime_now(?!\s+is\s+(?:not\s+)?defined)")
+_RESPONSE = "(response)"
 _RENDERINGS = 32  # of one question, in which a template that draws at random shows itself
 
 
@@ -82,6 +83,16 @@ class Encoder:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [[*encoding.ids, self._eos] for encoding in encodings]
 
+    def replies(self, texts: Iterable[str], *, ends: Iterable[int]) -> list[list[int]]:
+        """What an environment answers, as it follows a response; ``ends``: the token that each response ended with."""
+        suffixes = list(texts) if self._chat is None else [self._next_turn(text) for text in texts]
+        found = [encoding.ids for encoding in self._backend.encode_batch_fast(suffixes, add_special_tokens=False)]
+        if self._chat is None:
+            return found
+        # A template ends the assistant's turn itself; a response that has ended is not ended twice.
+        given = zip(found, ends, strict=True)
+        return [ids[1:] if end in self._ends and self._ends.issuperset(ids[:1]) else ids for ids, end in given]
+
     def shortened(self, text: str, *, most: int) -> list[int]:
         """A question as a prompt of at most ``most`` tokens, without as much of its beginning as that takes.
 
@@ -101,8 +112,21 @@ class Encoder:
         return ids
 
     def _turn(self, text: str) -> str:
+        return self._rendered([{"role": "user", "content": text}])
+
+    def _next_turn(self, text: str) -> str:
+        """What a template writes behind an assistant's turn when a user's follows."""
+        turns = [("user", "2 + 2"), ("assistant", _RESPONSE), ("user", text)]
+        _, found, rest = self._rendered([{"role": role, "content": said} for role, said in turns]).partition(_RESPONSE)
+        if not found:
+            raise ValueError(
+                f"the chat template in tokenizer.path={self._path} does not write an assistant's turn as it is, so no "
+                "turn can follow a response: use a task of one turn, or tokenizer.chat_template=false"
+            )
+        return rest
+
+    def _rendered(self, messages: list[dict[str, str]]) -> str:
         assert self._chat is not None
-        messages = [{"role": "user", "content": text}]
         try:
             turn = self._chat.apply_chat_template(
                 messages, chat_template=self._template, add_generation_prompt=True, tokenize=False

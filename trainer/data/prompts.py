@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,24 +13,28 @@ from trainer.common.multiples import LENGTH_MULTIPLE, round_up
 from trainer.common.seeds import seed_for
 from trainer.config.schema import Config
 from trainer.data.batch import Sequences
+from trainer.data.demonstrations import told, turns
 from trainer.data.encoding import Encoder
-from trainer.data.rewards import pay, verdict
+from trainer.data.rewards import Payer, reply_to
 from trainer.data.selection import Selection, demonstrated, digest_of, drawn_positions, purpose_of_round, stand_in
-from trainer.megatron.groups import data_parallel_rank, data_parallel_size, max_over_ranks
-from trainer.tasks.base import Example, ResponseInfo, Task
+from trainer.megatron.groups import asked_once, data_parallel_rank, data_parallel_size, max_over_ranks
+from trainer.tasks.base import Environment, Example, Reply, ResponseInfo
 
 
 class Prompts:
-    """Draws examples of ``task``. Global draws depend on (seed, purpose, step) alone; each data-parallel rank takes
-    its share, so the questions of a step do not depend on the number of ranks.
+    """Draws examples of ``task``, an environment, and hands on what it answers. Global draws depend on (seed, purpose,
+    step) alone; each data-parallel rank takes its share, so the questions of a step do not depend on the number of
+    ranks.
 
     Args:
         selection: the parent's; without one nothing is left out.
     """
 
-    def __init__(self, config: Config, *, task: Task, tokenizer: Any, selection: Selection | None = None) -> None:
+    def __init__(
+        self, config: Config, *, task: Environment, tokenizer: Any, selection: Selection | None = None
+    ) -> None:
         """Raises ValueError if the tokenizer has no chat template of use and one is asked for."""
-        self._config, self._task, self.tokenizer = config, task, tokenizer
+        self._config, self.environment, self.tokenizer = config, task, tokenizer
         self._encoder = Encoder.of(config, tokenizer)
         self._measured_digest = selection.digest if selection else None
         self.digest = self._measured_digest or digest_of(task)
@@ -40,7 +45,7 @@ class Prompts:
         """Raise ValueError on every rank unless all of them hold the examples that the parent has measured. Collective
         over the default group."""
         digests: list[str] = [""] * distributed.get_world_size()
-        distributed.all_gather_object(digests, digest_of(self._task))
+        distributed.all_gather_object(digests, digest_of(self.environment))
         wanted = self._measured_digest or digests[0]
         others = [str(rank) for rank, digest in enumerate(digests) if digest != wanted]
         if others:
@@ -60,7 +65,7 @@ class Prompts:
         """This rank's examples of a PPO step, each repeated ``algo.responses_per_prompt`` times. ``round_number``: of
         dynamic sampling, whose later rounds have other questions."""
         settings = self._config.algo
-        population = len(self._task.train)
+        population = len(self.environment.train)
         drawn = self._draw(
             purpose_of_round(round_number),
             step,
@@ -87,7 +92,7 @@ class Prompts:
 
     def heldout(self, count: int) -> list[Example]:
         """This rank's share of the first ``count`` held-out examples (or of all, if there are fewer)."""
-        examples = [example for i, example in enumerate(self._task.heldout) if i not in self._dropped_heldout]
+        examples = [example for i, example in enumerate(self.environment.heldout) if i not in self._dropped_heldout]
         total = min(count, len(examples))
         return [examples[i] for i in range(data_parallel_rank(), total, data_parallel_size())]
 
@@ -102,40 +107,63 @@ class Prompts:
             for prompt, example in zip(prompts, examples, strict=True)
         ]
 
-    def _answers(self, examples: Sequence[Example]) -> list[list[int]]:
-        """What the warm-up teaches: answer and end, or as much of them as a response may have."""
-        answers = self._encoder.answers(example.answer for example in examples)
+    def continued(self, texts: Sequence[str], *, ends: Sequence[int]) -> list[list[int]]:
+        """Token ids of the environment's answers; see :meth:`trainer.data.encoding.Encoder.replies`."""
+        return self._encoder.replies(texts, ends=ends)
+
+    def replies(
+        self,
+        episodes: Sequence[Sequence[str]],
+        examples: Sequence[Example],
+        infos: Sequence[ResponseInfo],
+        *,
+        payer: Payer,
+    ) -> list[Reply]:
+        """The environment's reply to the last response of each episode, of which all responses are given."""
+        given = zip(episodes, examples, infos, strict=True)
+        return [
+            reply_to(self._config, self.environment, said, example, info, payer=payer) for said, example, info in given
+        ]
+
+    def _demonstrations(self, examples: Sequence[Example]) -> list[list[tuple[list[int], list[int]]]]:
+        """What the warm-up teaches, as :func:`trainer.data.demonstrations.turns` has it, or as much of it as an episode
+        may have."""
+        shown = asked_once(lambda: [told(self.environment, example) for example in examples])
+        found = turns(self.encode(examples), shown, self._encoder)
         if self._config.data.too_long != "truncate":
-            return answers
-        return [answer[: self._config.rollout.max_new_tokens] for answer in answers]
-
-    def scores(
-        self, responses: Sequence[str], examples: Sequence[Example], infos: Sequence[ResponseInfo]
-    ) -> list[float]:
-        """What each response is paid in training."""
-        given = zip(responses, examples, infos, strict=True)
-        return [pay(self._config, self._task, text, example, info) for text, example, info in given]
-
-    def verdicts(self, responses: Sequence[str], examples: Sequence[Example]) -> list[float]:
-        """The task's verdict on each response."""
-        return [verdict(self._task, text, example) for text, example in zip(responses, examples, strict=True)]
+            return found
+        rollout, shortened = self._config.rollout, []
+        for demonstration in found:
+            kept, length = [], 0
+            for before, response in demonstration:
+                length += len(before)
+                if length > rollout.max_prompt_tokens:
+                    break
+                kept.append((before, response[: rollout.max_new_tokens]))
+                length += len(kept[-1][1])
+            shortened.append(kept)
+        return shortened
 
     def supervised_batch(self, step: int) -> Sequences:
-        """Question and answer of warm-up step ``step``; the response is the answer and EOS."""
+        """What warm-up step ``step`` shows: each question and its demonstration, of which the responses are to be
+        learned, up to the end of sequence."""
         algo = self._config.algo
-        shown = demonstrated(algo, len(self._task.train))
+        population = demonstrated(algo, len(self.environment.train))
         examples = self._draw(
-            "warm_up", step, algo.warmup_batch_size, own=_share(algo.warmup_batch_size), population=shown
+            "warm_up", step, algo.warmup_batch_size, own=_share(algo.warmup_batch_size), population=population
         )
-        questions, answers = self.encode(examples), self._answers(examples)
-        longest = max_over_ranks(max(len(q) + len(a) for q, a in zip(questions, answers, strict=True)))
+        demonstrations = self._demonstrations(examples)
+        longest = max_over_ranks(max(sum(map(len, itertools.chain(*shown))) for shown in demonstrations))
         length = round_up(longest, LENGTH_MULTIPLE)
         tokens = torch.full((len(examples), length), self.tokenizer.pad_token_id)
         mask = torch.zeros(len(examples), length, dtype=torch.bool)
-        for row, (question, answer) in enumerate(zip(questions, answers, strict=True)):
-            end = len(question) + len(answer)
-            tokens[row, :end] = torch.tensor(question + answer)
-            mask[row, len(question) : end] = True
+        for row, demonstration in enumerate(demonstrations):
+            end = 0
+            for before, response in demonstration:
+                first, start = end, end + len(before)
+                end = start + len(response)
+                tokens[row, first:end] = torch.tensor(before + response)
+                mask[row, start:end] = True
         device = torch.cuda.current_device()
         return Sequences(tokens.to(device), mask[:, 1:].to(device))
 
@@ -158,7 +186,7 @@ class Prompts:
         yield from rows
 
     def _draw(self, purpose: str, step: int, count: int, *, own: Iterable[int], population: int) -> list[Example]:
-        examples = self._task.train
+        examples = self.environment.train
         positions = drawn_positions(self._config, purpose, step, count=count, population=population)
         return [
             examples[stand_in(positions[number], dropped=self._dropped, population=len(examples))] for number in own

@@ -3,7 +3,8 @@
 Of a file, or whatever else a task holds as a tuple or list, every question is measured; of questions that a task makes
 as they are asked for, those that the run will draw. ``data.too_long`` says what becomes of a prompt of more than
 ``rollout.max_prompt_tokens`` tokens and of a warm-up's answer of more than ``rollout.max_new_tokens`` with its end: an
-error, or the question is left out (the next one stands in for it), or what is too long is shortened.
+error, or the question is left out (the next one stands in for it), or what is too long is shortened. Where the warm-up
+shows several turns, all that stands before a response is held to the first limit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,8 +22,9 @@ from rich.progress import track
 
 from trainer.common.seeds import seed_for
 from trainer.config.schema import AlgoConfig, Config
+from trainer.data.demonstrations import told, turns
 from trainer.data.encoding import Encoder
-from trainer.tasks.base import Example, Task
+from trainer.tasks.base import Environment, Example
 
 _SAMPLE = 16  # of questions that are made as they are asked for
 _BATCH = 256  # questions that are encoded together
@@ -79,7 +82,7 @@ def stand_in(position: int, *, dropped: Collection[int], population: int) -> int
     return next(i % population for i in itertools.count(position) if i % population not in dropped)
 
 
-def digest_of(task: Task) -> str:
+def digest_of(task: Environment) -> str:
     """SHA-256 (hex) of the task's questions and answers; of those made as they are asked for, a sample of train."""
     train = task.train if _holds(task.train) else task.train[:_SAMPLE]
     digest = hashlib.sha256()
@@ -88,14 +91,14 @@ def digest_of(task: Task) -> str:
     return digest.hexdigest()
 
 
-def select(config: Config, task: Task, *, encoder: Encoder, console: Console) -> Selection:
+def select(config: Config, task: Environment, *, encoder: Encoder, console: Console) -> Selection:
     """Measure the examples that the run can meet.
 
     Raises:
         ValueError: something is too long under ``data.too_long=error`` (the first is named, with its file and line), a
             prompt is empty, or nothing is left.
     """
-    measure = _Measure(config, encoder, console)
+    measure = _Measure(config, task, encoder, console)
     train, drawn = task.train, _drawn(config, task.train)
     long_train, measured = _with_stand_ins(config, measure, train, drawn)
     long_heldout = measure.too_long(task.heldout, range(len(task.heldout)), of="held-out question")
@@ -173,6 +176,7 @@ def _with_stand_ins(
 @dataclass(frozen=True)
 class _Measure:
     config: Config
+    environment: Environment
     encoder: Encoder
     console: Console
 
@@ -204,18 +208,23 @@ class _Measure:
         rollout = self.config.rollout
         batch = [examples[position] for position in positions]
         prompts = self.encoder.questions(example.question for example in batch)
-        ends = self.encoder.answers(example.answer for example in batch) if answers else [[]] * len(batch)
-        for position, example, prompt, answer in zip(positions, batch, prompts, ends, strict=True):
-            where = example.origin or f"{of} {position}"
-            if not prompt:
+        shown: Any = [[(prompt, [])] for prompt in prompts]
+        if answers:
+            shown = turns(prompts, [told(self.environment, example) for example in batch], self.encoder)
+        for position, example, demonstration in zip(positions, batch, shown, strict=True):
+            where, before, length = example.origin or f"{of} {position}", "the prompt", 0
+            if not demonstration[0][0]:
                 raise ValueError(f"{where}: the prompt has no tokens: a question needs some text")
-            for text, ids, setting, most in (
-                ("prompt", prompt, "rollout.max_prompt_tokens", rollout.max_prompt_tokens),
-                ("answer with its end", answer, "rollout.max_new_tokens", rollout.max_new_tokens),
-            ):
-                if len(ids) > most:
-                    complaint = f"{where}: the {text} has {len(ids)} tokens, more than {setting}={most}"
-                    yield _TooLong(position, example, len(ids), setting, complaint)
+            for given, answer in demonstration:
+                length += len(given)
+                for text, tokens, setting, most in (
+                    (before, length, "rollout.max_prompt_tokens", rollout.max_prompt_tokens),
+                    ("the answer with its end", len(answer), "rollout.max_new_tokens", rollout.max_new_tokens),
+                ):
+                    if tokens > most:
+                        complaint = f"{where}: {text} has {tokens} tokens, more than {setting}={most}"
+                        yield _TooLong(position, example, tokens, setting, complaint)
+                before, length = "what was said before a later turn", length + len(answer)
 
 
 def _complaint(long: Sequence[_TooLong], counts: str) -> str:

@@ -11,7 +11,8 @@ from torch import Tensor
 from trainer.algo.groups import group_statistics
 from trainer.algo.masked import explained_variance, moment_sums, variance_from_sums
 from trainer.data.batch import Experience, RolloutBatch
-from trainer.megatron.groups import gathered, sum_over_ranks
+from trainer.megatron.groups import gathered, largest_over_ranks, sum_over_ranks
+from trainer.training.episodes import Tally
 
 OBSERVED = ("kl", "entropy", "rollout_log_prob_gap")  # what log-probs before training say of a rollout
 LOSS_PARTS = ("policy_loss", "kl_loss", "entropy_loss")  # they add up to actor/loss
@@ -77,6 +78,20 @@ def of_drawing(rounds: int, *, groups: int, flat: int) -> dict[str, float]:
         "sampling/rounds": float(rounds),
         "sampling/groups": total["groups"],
         "sampling/flat_group_fraction": total["flat"] / total["groups"],
+    }
+
+
+def of_episodes(tally: Tally) -> dict[str, float]:
+    """Turns of an episode, mean and most; the share that a limit has ended; calls of tools, those that failed and those
+    that took too long. Collective."""
+    total = sum_over_ranks({name: float(value) for name, value in vars(tally).items()})
+    return {
+        "episode/turns": total["turns"] / total["episodes"],
+        "episode/turns_max": largest_over_ranks({"turns": tally.most_turns})["turns"],
+        "episode/limited_fraction": total["limited"] / total["episodes"],
+        "tools/calls": total["calls"],
+        "tools/failures": total["failures"],
+        "tools/timeouts": total["timeouts"],
     }
 
 

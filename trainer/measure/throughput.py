@@ -1,9 +1,10 @@
 """How fast a PPO step went: real tokens per second and model FLOPs utilisation, per phase and of the step.
 
 Real tokens are those of prompts and responses, padding not counted; in the rollout, the tokens drawn. A phase that
-passes over them several times (``algo.epochs``) counts them each time. The step counts each of its tokens once, however
-many passes it takes, over the seconds of all its phases save evaluations and checkpoints; its FLOPs are those of all
-phases together. See :mod:`trainer.models.flops` for what a FLOP is.
+passes over them several times (``algo.epochs``) counts them each time; the turns of an episode count each token once.
+The step counts each of its tokens once, however many passes it takes, over the seconds of all its phases save
+evaluations and checkpoints; its FLOPs are those of all phases together. See :mod:`trainer.models.flops` for what a FLOP
+is.
 """
 
 from __future__ import annotations

@@ -7,11 +7,13 @@ different ones.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
+
+Result = TypeVar("Result")
 
 
 def data_parallel_group() -> distributed.ProcessGroup:
@@ -26,6 +28,12 @@ def data_parallel_rank() -> int:
 
 def data_parallel_size() -> int:
     return data_parallel_group().size()
+
+
+def _model_parallel_group() -> distributed.ProcessGroup:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_model_parallel_group()  # type: ignore[return-value]
 
 
 def tensor_parallel_group() -> distributed.ProcessGroup:
@@ -69,9 +77,13 @@ def tensors_from_last_stage(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Te
 
 def agreed(value: Any) -> Any:
     """What the first of the ranks that hold one model together passes (pickled). Collective over these."""
-    from megatron.core import parallel_state
+    return _broadcast(value, _model_parallel_group(), source=0)
 
-    return _broadcast(value, parallel_state.get_model_parallel_group(), source=0)
+
+def asked_once(ask: Callable[[], Result]) -> Result:
+    """What ``ask`` gives on the first of the ranks that hold one model together (pickled); on others it is not called.
+    Collective over these."""
+    return agreed(ask() if _model_parallel_group().rank() == 0 else None)
 
 
 def _broadcast(value: Any, group: Any, *, source: int) -> Any:

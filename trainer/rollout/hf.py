@@ -149,6 +149,8 @@ class HfEngine:
         check_prompts(prompts, longest=self._rollout.max_prompt_tokens)
         device, pad = self.model.device, self._pad
         if not prompts:
+            with process_groups_destroyed():  # as on the ranks that have some
+                pass
             nothing = torch.zeros(0, 0, device=device)
             return Responses(nothing.long(), nothing.bool(), nothing.any(dim=1), [], nothing, nothing)
         width = max(map(len, prompts))

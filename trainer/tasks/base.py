@@ -1,6 +1,7 @@
-"""The contract between a task and the loop: examples to ask, a verifier to pay, text to train a tokenizer on.
+"""The contract between an environment and the loop: examples to ask, answers to responses, a tokenizer's corpus.
 
-Simplification: one turn. A task never sees tokens, only text, and a response is judged by itself.
+An episode is a question, a response, the environment's answer to it, a response, and so on, until the environment ends
+it. A :class:`Task` is the case of one turn. None of them sees tokens, only text.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from trainer.tasks.tools import ToolResult
 
 CORPUS_EXAMPLES = 2048
 
@@ -52,12 +55,27 @@ class ResponseInfo:
     truncated: bool
 
 
-class Task(ABC):
-    """Base of the task dataclasses: frozen, fields are exactly the keys of their YAML, no defaults in Python.
+@dataclass(frozen=True)
+class Reply:
+    """What an environment answers to a response: what it pays for it, and the ``text`` with which the episode goes on,
+    None where it ends. ``calls``: what the tools said that it has called."""
 
-    Everything is a function of the fields (``seed`` is one), so every rank that builds the same task holds
+    reward: float
+    text: str | None = None
+    calls: tuple[ToolResult, ...] = ()
+
+
+class Environment(ABC):
+    """Base of the environments: frozen dataclasses, fields are exactly the keys of their YAML, no defaults in Python.
+
+    Everything is a function of the fields (``seed`` is one), so every rank that builds the same environment holds
     the same examples in the same order. What is derived is cached on the instance; pickle leaves it behind.
+
+    Attributes:
+        max_turns: responses of an episode at most, a field of the dataclass.
     """
+
+    max_turns: int
 
     @property
     @abstractmethod
@@ -70,8 +88,10 @@ class Task(ABC):
         """Questions to evaluate on; none of them is in ``train``."""
 
     @abstractmethod
-    def score(self, response: str, example: Example) -> float:
-        """The reward of any text as a response to ``example``, in [0, 1]; 1 is a right answer. Junk is 0."""
+    def answer(self, responses: Sequence[str], example: Example) -> Reply:
+        """The reply to the last of ``responses``, which are all of an episode so far, any text. There is no other
+        state: what happened before is to be read from them. An episode that solves its problem is paid 1 in all, junk
+        0."""
 
     @abstractmethod
     def validate(self) -> None:
@@ -81,15 +101,32 @@ class Task(ABC):
             ValueError: a field is wrong; names the override to change.
         """
 
+    def demonstration(self, example: Example) -> Sequence[str]:
+        """The responses of an episode that the supervised warm-up shows; here the answer alone."""
+        return (example.answer,)
+
     def corpus(self) -> Iterator[str]:
-        """Text to train a tokenizer on: the first training questions and answers, nothing held out."""
+        """Text to train a tokenizer on: the first training questions and their responses, nothing held out."""
         for example in itertools.islice(self.train, CORPUS_EXAMPLES):
             yield example.question
-            yield example.answer
+            yield from self.demonstration(example)
 
     def __getstate__(self) -> dict[str, Any]:
         assert dataclasses.is_dataclass(self)
         return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+
+
+class Task(Environment):
+    """Base of the tasks: environments of one turn, which a score ends."""
+
+    max_turns = 1
+
+    @abstractmethod
+    def score(self, response: str, example: Example) -> float:
+        """The reward of any text as a response to ``example``, in [0, 1]; 1 is a right answer. Junk is 0."""
+
+    def answer(self, responses: Sequence[str], example: Example) -> Reply:
+        return Reply(self.score(responses[-1], example))
 
 
 def check_heldout_fraction(fraction: float) -> None:

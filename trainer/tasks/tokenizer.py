@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trainer.common.json_files import COPY_AGAIN, read_json
-from trainer.tasks.base import Task
+from trainer.tasks.base import Environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -29,7 +29,7 @@ _FILES = (  # of a tokenizer folder, where they exist
 SMALLEST_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 
-def load_tokenizer(path: str | None, *, task: Task, vocab_size: int) -> PreTrainedTokenizerFast:
+def load_tokenizer(path: str | None, *, task: Environment, vocab_size: int) -> PreTrainedTokenizerFast:
     """Load the tokenizer in the folder ``path``, or train one on ``task.corpus()``.
 
     The result has an eos and a pad token (eos pads where there is no other) and ids below ``vocab_size``; a trained one
@@ -49,14 +49,14 @@ def load_tokenizer(path: str | None, *, task: Task, vocab_size: int) -> PreTrain
     return tokenizer
 
 
-def light_tokenizer(path: str | None, *, task: Task, vocab_size: int) -> PreTrainedTokenizerFast | Tokenizer:
+def light_tokenizer(path: str | None, *, task: Environment, vocab_size: int) -> PreTrainedTokenizerFast | Tokenizer:
     """The same tokenizer; a trained one comes bare, without importing transformers."""
     if path is None:
         return _train_bpe(task.corpus(), vocab_size=vocab_size)
     return load_tokenizer(path, task=task, vocab_size=vocab_size)
 
 
-def vocab_size_of(path: str | None, *, task: Task, vocab_size: int) -> int:
+def vocab_size_of(path: str | None, *, task: Environment, vocab_size: int) -> int:
     """:func:`vocabulary_size` of the run's tokenizer."""
     return vocabulary_size(light_tokenizer(path, task=task, vocab_size=vocab_size))
 

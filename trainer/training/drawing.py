@@ -10,7 +10,6 @@ Simplified: a rank fills its own places; all ranks draw as many rounds as the on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,21 +21,23 @@ from trainer.common.seeds import seed_for
 from trainer.config.schema import Config
 from trainer.data.batch import RolloutBatch, joined
 from trainer.data.prompts import Prompts
+from trainer.data.rewards import Payer
 from trainer.megatron.groups import max_over_ranks
 from trainer.rollout.base import RolloutEngine
-from trainer.tasks.base import ResponseInfo
-from trainer.training.experience import agreed_responses, rollout_batch
+from trainer.training.episodes import Tally, play
 
 
 @dataclass(frozen=True)
 class Drawn:
     """``batch``: the step's responses on this rank; ``rounds``: how often the engine drew for them; ``drawn_groups``
-    and ``flat_groups``: how many groups it drew on this rank, and how many of these had no spread."""
+    and ``flat_groups``: how many groups it drew on this rank, and how many of these had no spread; ``tally``: what
+    happened in all the episodes that it drew on this rank."""
 
     batch: RolloutBatch
     rounds: int
     drawn_groups: int
     flat_groups: int
+    tally: Tally
 
 
 def draw(config: Config, prompts: Prompts, engine: RolloutEngine, *, step: int, is_judged: bool) -> Drawn:
@@ -46,39 +47,35 @@ def draw(config: Config, prompts: Prompts, engine: RolloutEngine, *, step: int, 
     """
     size = config.algo.responses_per_prompt
     with engine.awake():
-        batch = _round(config, prompts, engine, step=step, number=0, is_judged=is_judged)
+        batch, tally = _round(config, prompts, engine, step=step, number=0, is_judged=is_judged)
         groups = len(batch) // size
         is_flat = _flat_groups(batch, size)
         drawn, flat, rounds = groups, int(is_flat.sum()), 1
         while rounds <= config.algo.dynamic_sampling_rounds and max_over_ranks(int(is_flat.sum())):
-            more = _round(config, prompts, engine, step=step, number=rounds, is_judged=is_judged)
+            more, of_round = _round(config, prompts, engine, step=step, number=rounds, is_judged=is_judged)
             more_flat = _flat_groups(more, size)
             batch, is_flat = _replaced(batch, more, is_flat=is_flat, is_useful=~more_flat, size=size, pad=prompts.pad)
-            drawn, flat, rounds = drawn + groups, flat + int(more_flat.sum()), rounds + 1
+            drawn, flat, rounds, tally = drawn + groups, flat + int(more_flat.sum()), rounds + 1, tally + of_round
     overlong = config.algo.overlong
     if overlong.penalty:
         tokens, limit = batch.response_mask.sum(1), config.rollout.max_new_tokens
         batch = batch.paid(overlong.penalty * overlong_penalty(tokens, limit=limit, buffer=overlong.buffer))
-    return Drawn(batch, rounds, drawn, flat)
+    return Drawn(batch, rounds, drawn, flat, tally)
 
 
 def _round(
     config: Config, prompts: Prompts, engine: RolloutEngine, *, step: int, number: int, is_judged: bool
-) -> RolloutBatch:
-    examples = prompts.for_step(step, round_number=number)
-    seed = seed_for(config.seed, "rollout" if number == 0 else f"rollout/{number}", step=step)
-    responses = engine.generate(prompts.encode(examples), seed=seed, numbers=prompts.response_numbers())
-    if config.parallel.model_ranks > 1:
-        responses = agreed_responses(responses)
-    infos = response_infos(responses.response_mask, responses.truncated)
-    scores = [0.0] * len(examples) if is_judged else prompts.scores(responses.texts, examples, infos)
-    return rollout_batch(responses, scores=scores, weights_step=step - 1)
-
-
-def response_infos(response_mask: Tensor, truncated: Tensor) -> list[ResponseInfo]:
-    """What a reward function may know of each response besides its text; response_mask [n, s], truncated [n]."""
-    counts: Sequence[int] = response_mask.sum(1).tolist()
-    return [ResponseInfo(*pair) for pair in zip(counts, truncated.tolist(), strict=True)]
+) -> tuple[RolloutBatch, Tally]:
+    episodes = play(
+        config,
+        prompts,
+        engine,
+        prompts.for_step(step, round_number=number),
+        seed=seed_for(config.seed, "rollout" if number == 0 else f"rollout/{number}", step=step),
+        payer=Payer.JUDGE if is_judged else Payer.REWARD,
+        numbers=prompts.response_numbers(),
+    )
+    return episodes.batch(weights_step=step - 1), episodes.tally
 
 
 def _flat_groups(batch: RolloutBatch, size: int) -> Tensor:

@@ -15,30 +15,8 @@ from trainer.algo.masked import centre, whiten
 from trainer.algo.mismatch import Correction
 from trainer.config.schema import AlgoConfig
 from trainer.data.batch import Experience, RolloutBatch
-from trainer.megatron.groups import agreed, data_parallel_group
-from trainer.rollout.base import Responses
+from trainer.megatron.groups import data_parallel_group
 from trainer.training import finite
-
-
-def agreed_responses(responses: Responses) -> Responses:
-    """The responses, of which every rank that holds a part of the model has drawn the same; where a kernel is not
-    deterministic, those of the first of these ranks. Collective over these."""
-    values = {field.name: getattr(responses, field.name) for field in dataclasses.fields(responses)}
-    on_host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
-    return Responses(**agreed(on_host))
-
-
-def rollout_batch(responses: Responses, *, scores: Sequence[float], weights_step: int) -> RolloutBatch:
-    """The batch of this rank's responses, on the device; see :class:`~trainer.data.batch.RolloutBatch`."""
-    device = torch.cuda.current_device()
-    return RolloutBatch(
-        tokens=responses.tokens.to(device),
-        response_mask=responses.response_mask[:, 1:].to(device),
-        engine_log_probs=responses.drawn_log_probs[:, 1:].to(device),
-        truncated=responses.truncated.to(device),
-        scores=torch.tensor(scores, dtype=torch.float32).to(device),
-        weights_step=weights_step,
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +71,7 @@ def experience_of(
         scores = centre(scores, valid=mask.any(1), group=data_parallel_group())
     rewards = token_rewards(
         scores,
+        turn_rewards=drawn.turn_rewards,
         kl=torch.zeros(mask.shape, device=mask.device) if kl is None else kl,
         response_mask=mask,
         kl_coef=kl_coef if settings.kl.placement == "reward" else 0.0,

@@ -56,6 +56,7 @@ RULES = (
     batch.check_lengths,
     run.check_profile_steps,
     run.check_task,
+    algo.check_turns,
     run.check_tokenizer,
 )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from trainer.algo.mismatch import Uncorrected
-from trainer.config.pieces import make_correction, make_estimator, make_policy_loss
+from trainer.config.pieces import make_correction, make_estimator, make_policy_loss, make_task
 from trainer.config.roles import REFERENCE, optimizer_steps, role_specs, trained_roles
 from trainer.config.schema import Config
+from trainer.tasks.base import Task
 
 WITHOUT_CRITIC = "algo=grpo, algo=rloo or algo=reinforce_pp"
 LEARNERS = {"actor": ("vocabulary", [REFERENCE]), "critic": ("value", None)}  # role -> its head and tags
@@ -146,6 +147,25 @@ def check_sampling(config: Config) -> None:
             f"algo.dynamic_sampling_rounds={algo.dynamic_sampling_rounds} with roles.{judges[0]}, which pays after the "
             "rollout: use algo.dynamic_sampling_rounds=0"
         )
+
+
+def check_turns(config: Config) -> None:
+    """What is meant for a single response, with an environment that may answer it."""
+    environment, target = make_task(config), config.task["_target_"]
+    if isinstance(environment, Task):
+        return
+    if config.reward is not None:
+        raise ValueError(
+            f"reward={config.reward} with task._target_={target}, which pays for every turn of an episode itself: use "
+            "reward=null, or a task of one turn"
+        )
+    if config.algo.overlong.penalty:
+        raise ValueError(
+            f"algo.overlong.penalty={config.algo.overlong.penalty:g} with task._target_={target}: it is for the length "
+            "of one response, and episodes have several. Use algo.overlong.penalty=0"
+        )
+    if environment.max_turns < 1:
+        raise ValueError(f"task.max_turns={environment.max_turns}: an episode has a response: use task.max_turns=1")
 
 
 def check_old_log_probs(config: Config) -> None:
