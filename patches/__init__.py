@@ -10,7 +10,10 @@ from importlib import import_module
 
 from patches.registry import Patch
 
-NAMES = ("ddp_buffer_backup", "fused_adamw", "one_rank_groups", "reloadable_groups", "cpu_platform", "cpu_saver")
+NAMES = (
+    *("eager_fusions", "ddp_buffer_backup", "fused_adamw", "one_rank_groups", "reloadable_groups"),
+    *("cpu_platform", "cpu_saver"),
+)
 
 
 def get(name: str) -> Patch:

@@ -61,7 +61,7 @@ def test_apply_reports_one_line_per_patch_and_an_unknown_name_is_an_error():
     ]
     patches.revert()
     assert patches.applied() == ()
-    with pytest.raises(ValueError, match="no patch is called 'typo'; there are ddp_buffer_backup,"):
+    with pytest.raises(ValueError, match="no patch is called 'typo'; there are eager_fusions, ddp_buffer_backup,"):
         patches.apply("typo")
 
 

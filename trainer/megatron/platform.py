@@ -28,7 +28,7 @@ def set_up(config: Config) -> list[str]:
     # megatron-core warns that Transformer Engine and Apex are absent and that GPTModel gets no new features.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    names = ["ddp_buffer_backup", "fused_adamw", "one_rank_groups", "reloadable_groups"]
+    names = ["eager_fusions", "ddp_buffer_backup", "fused_adamw", "one_rank_groups", "reloadable_groups"]
     if config.platform.name == "cpu":
         names += ["cpu_platform", "cpu_saver"]
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns that there is no CUDA runtime
