@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
 from trainer.checkpoint.state import Checkpoints
 from trainer.measure.phases import Phases
 from trainer.roles.role import Role
@@ -21,7 +23,7 @@ class StepSaver:
         checkpoints: Checkpoints | None,
         learners: Mapping[str, Role],
         *,
-        schedules: Mapping[str, Any],
+        schedules: Mapping[str, OptimizerParamScheduler],
         phases: Phases,
     ) -> None:
         self._checkpoints, self._learners = checkpoints, learners

@@ -36,7 +36,7 @@ _BLOCK_BYTES = 16 * 2**20
 _DESCRIBING = ("torch", "torch.serialization", metadata.__name__, filesystem.__name__)
 
 
-def save(state: State, directory: Path, *, group: Any, checksums: bool) -> dict[str, SavedFile]:
+def save(state: State, directory: Path, *, group: distributed.ProcessGroup, checksums: bool) -> dict[str, SavedFile]:
     """Write what all ranks hold into ``directory`` -> name of every file, with the directory's -> what it is known by.
     All of them are on disk when this returns.
 
@@ -58,7 +58,7 @@ def save(state: State, directory: Path, *, group: Any, checksums: bool) -> dict[
     return {name: saved for of_rank in written for name, saved in of_rank.items()}
 
 
-def load(state: State, directory: Path, *, group: Any) -> None:
+def load(state: State, directory: Path, *, group: distributed.ProcessGroup) -> None:
     """Fill what ``state`` holds; padding, of which no checkpoint knows, is left as it is.
 
     Raises:
@@ -77,7 +77,7 @@ def load(state: State, directory: Path, *, group: Any) -> None:
     assert planner.elements == asked, f"{directory}: {planner.elements} of {asked} elements are in the checkpoint"
 
 
-def copy_of_own(state: State, *, group: Any) -> dict[str, Pieces]:
+def copy_of_own(state: State, *, group: distributed.ProcessGroup) -> dict[str, Pieces]:
     """What of ``state`` is for this rank to write, in host memory of its own. Collective."""
     planner, everyones = _SavePlanner(), [SavePlan([])] * group.size()
     planner.set_up_planner(dict(state), is_coordinator=True)
@@ -86,6 +86,7 @@ def copy_of_own(state: State, *, group: Any) -> dict[str, Pieces]:
     held: dict[str, dict[torch.Size, Tensor]] = {key: {} for key in state}
     for item in plans[group.rank()].items:
         tensor = state[item.index.fqn].__get_tensor_shard__(item.index)
+        assert item.index.offset is not None
         held[item.index.fqn][item.index.offset] = tensor.detach().to("cpu", copy=True).contiguous()
     return {key: Pieces(state[key].shape, of_key) for key, of_key in held.items()}
 

@@ -22,9 +22,9 @@ from trainer.checkpoint.manifest import SavedFile
 SLOWEST_DISK = timedelta(hours=2)  # how long ranks wait for one another's disks
 
 
-def group_of_writers() -> Any:
+def group_of_writers() -> distributed.ProcessGroup:
     """A gloo group of all ranks. Collective."""
-    return distributed.new_group(backend="gloo", timeout=SLOWEST_DISK)
+    return distributed.new_group(backend="gloo", timeout=SLOWEST_DISK)  # type: ignore[return-value]
 
 
 def write_bytes(directory: Path, files: Mapping[str, bytes], *, checksums: bool) -> dict[str, SavedFile]:
@@ -45,7 +45,7 @@ class SaveError(Exception):
     """A rank could not write; raised on all ranks alike."""
 
 
-def on_every_rank(action: Callable[[], Any], *, group: Any = None) -> list[Any]:
+def on_every_rank(action: Callable[[], Any], *, group: distributed.ProcessGroup | None = None) -> list[Any]:
     """The results of all ranks. Raises SaveError on every rank if the disk refused one of them."""
     result = error = None
     try:
@@ -60,7 +60,7 @@ def on_every_rank(action: Callable[[], Any], *, group: Any = None) -> list[Any]:
     return [outcome for outcome, _ in outcomes]
 
 
-def on_rank_0(action: Callable[[], Any], *, group: Any = None) -> Any:
+def on_rank_0(action: Callable[[], Any], *, group: distributed.ProcessGroup | None = None) -> Any:
     """What rank 0's ``action`` returned, on every rank. Raises SaveError likewise."""
     return on_every_rank(lambda: action() if distributed.get_rank() == 0 else None, group=group)[0]
 

@@ -42,6 +42,13 @@ def tensor_parallel_group() -> distributed.ProcessGroup:
     return parallel_state.get_tensor_model_parallel_group()  # type: ignore[return-value]
 
 
+def expert_group() -> distributed.ProcessGroup:
+    """Of the ranks that spread a model's experts."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_expert_model_parallel_group()  # type: ignore[return-value]
+
+
 def pipeline_group() -> distributed.ProcessGroup:
     from megatron.core import parallel_state
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -31,7 +30,7 @@ from torch.nn import functional
 
 from trainer.algo.masked import divide_or_zero
 from trainer.config.schema import ModelConfig
-from trainer.megatron.groups import pipeline_group, tensor_parallel_group
+from trainer.megatron.groups import expert_group, pipeline_group, tensor_parallel_group
 
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.)\d+(?=\.)")
 
@@ -268,7 +267,7 @@ def with_all_experts(named: Iterable[tuple[str, Tensor]], *, num_experts: int | 
 
     Collective over the expert-parallel group: every rank runs through all pairs.
     """
-    group: Any = parallel_state.get_expert_model_parallel_group()
+    group = expert_group()
     for name, tensor in named:
         found = _EXPERT.search(name)
         if found is None or group.size() == 1:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.nn import functional
 
@@ -118,7 +119,7 @@ class ModelInput:
 class Reader(Protocol):
     """Reads numbers of tokens off what the last pipeline stage of a model gives."""
 
-    def __call__(self, gpt: Any, given: ModelInput, output: Tensor) -> Sequence[Tensor]: ...
+    def __call__(self, gpt: GPTModel, given: ModelInput, output: Tensor) -> Sequence[Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class TokenLogProbs:
     temperature: float
     vocab_size: int
 
-    def __call__(self, gpt: Any, given: ModelInput, output: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, gpt: GPTModel, given: ModelInput, output: Tensor) -> tuple[Tensor, Tensor]:
         log_probs, entropy = log_probs_and_entropy(
             gpt,
             output,
@@ -143,6 +144,6 @@ class TokenLogProbs:
         return given.by_response_token(log_probs), given.by_response_token(entropy)
 
 
-def read_values(gpt: Any, given: ModelInput, output: Tensor) -> tuple[Tensor]:
+def read_values(gpt: GPTModel, given: ModelInput, output: Tensor) -> tuple[Tensor]:
     """Reads a critic's values: [n, s] in fp32, column t that of the text up to and including tokens[:, t]."""
     return (given.by_column(output.squeeze(-1)).float(),)

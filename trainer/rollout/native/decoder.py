@@ -104,7 +104,7 @@ class Decoder:
             logits = torch.cat(parts, dim=-1)
         return logits[:, : self._vocab_size]
 
-    def _embed(self, gpt: Any, tokens: Tensor) -> Tensor:
+    def _embed(self, gpt: GPTModel, tokens: Tensor) -> Tensor:
         weight, group = gpt.embedding.word_embeddings.weight, tensor_parallel_group()
         if group.size() == 1:
             return functional.embedding(tokens, weight)

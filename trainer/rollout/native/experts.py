@@ -15,17 +15,15 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional
 
-from trainer.megatron.groups import tensor_parallel_group
+from trainer.megatron.groups import expert_group, tensor_parallel_group
 
 
 class Experts:
     """A Megatron MoELayer's router and local experts. t tokens, e experts on this rank, f elements of an expert."""
 
     def __init__(self, layer: Any, *, dtype: torch.dtype) -> None:
-        from megatron.core import parallel_state
-
         self._router, self._experts, self._dtype = layer.router, list(layer.experts.local_experts), dtype
-        self._group: Any = parallel_state.get_expert_model_parallel_group()
+        self._group = expert_group()
         self._first = layer.local_expert_indices[0]
         # Ranks that share every layer have the same tokens; others have their own, and gather them.
         self._gathers = spreads_over_rows(self._group)
@@ -79,7 +77,7 @@ class Experts:
         return result
 
 
-def spreads_over_rows(group: Any) -> bool:
+def spreads_over_rows(group: distributed.ProcessGroup) -> bool:
     """Whether ranks of the expert-parallel ``group`` decode different rows: it is no part of a tensor-parallel one."""
     return group.size() > 1 and tensor_parallel_group().size() % group.size() != 0
 

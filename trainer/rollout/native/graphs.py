@@ -6,9 +6,8 @@ in between lies in the saver region ``engine/graphs``: every replay writes it be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ class Graphs:
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
-        self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         # Of high priority only so that nobody else gets the same stream: cuBLAS keeps a workspace for each stream, and
         # this one's lies in the region.
         self._stream = torch.cuda.Stream(priority=-1)
@@ -39,10 +38,10 @@ class Graphs:
         """Whether there is a region yet."""
         return bool(self._graphs)
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: Hashable) -> bool:
         return key in self._graphs
 
-    def capture(self, key: Any, step: Callable[[], None]) -> None:
+    def capture(self, key: Hashable, step: Callable[[], None]) -> None:
         """Record ``step``, which is run twice before: with rows that nobody needs.
 
         Raises:
@@ -67,6 +66,6 @@ class Graphs:
             torch.cuda.current_stream().wait_stream(self._stream)
         self._graphs[key] = graph
 
-    def replay(self, key: Any, *, times: int) -> None:
+    def replay(self, key: Hashable, *, times: int) -> None:
         for _ in range(times):
             self._graphs[key].replay()

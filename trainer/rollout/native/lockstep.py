@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import distributed
 
 from trainer.config.schema import ModelConfig
+from trainer.megatron.groups import expert_group
 from trainer.rollout.native.experts import spreads_over_rows
 
 
@@ -16,13 +16,11 @@ from trainer.rollout.native.experts import spreads_over_rows
 class Lockstep:
     """``group``: these ranks; None where each may go at its own pace."""
 
-    group: Any
+    group: distributed.ProcessGroup | None
 
     @classmethod
     def of(cls, model: ModelConfig) -> Lockstep:
-        from megatron.core import parallel_state
-
-        if model.num_experts is None or not spreads_over_rows(parallel_state.get_expert_model_parallel_group()):
+        if model.num_experts is None or not spreads_over_rows(expert_group()):
             return cls(None)
         return cls(distributed.group.WORLD)
 

@@ -15,7 +15,7 @@ from trainer.rollout.base import Responses, decoded
 class Results:
     """The responses of one call, filled row by row. n of them, with c tokens at most."""
 
-    def __init__(self, n: int, *, columns: int, device: Any) -> None:
+    def __init__(self, n: int, *, columns: int, device: torch.device) -> None:
         self.tokens = torch.zeros(n, columns, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(n, columns, 2, device=device)
         self._lengths = torch.zeros(n, dtype=torch.int64)
