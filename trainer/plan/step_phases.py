@@ -135,7 +135,8 @@ class StepPhases:
             yield self._phase("values", self._forward("critic"), role="critic")
         trained = [name for name in ("critic", "actor") if name in specs]
         for name in trained:
-            uses, restores = self._training(name), switched if name == "actor" and not has_pass else frozenset[str]()
+            uses = self._training(name)
+            restores = frozenset[str]() if has_pass else switched & uses
             trains = self._phase(f"train_{name}", uses, role=name, trains=True)
             yield replace(trains, changes=uses, restores=restores)
         yield replace(self._phase("evaluate", rollout | actor, role="actor"), in_every_step=False)
