@@ -37,10 +37,22 @@ def import_gguf(file: Path, folder: Path, *, dtype: torch.dtype) -> None:
     tokenizer = AutoTokenizer.from_pretrained(**source)
     config = AutoConfig.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype)
+    if ends := end_token_ids_in(file):
+        config.eos_token_id = ends[0] if len(ends) == 1 else ends
     config.architectures, config.dtype = [type(model).__name__], dtype
     # Not save_pretrained, which takes the plain weights for quantised ones and refuses.
     write_folder(model.named_parameters(), config=config, tokenizer=tokenizer, folder=folder, shard_bytes=SHARD_BYTES)
     architecture_of(str(folder))
+
+
+def end_token_ids_in(file: Path) -> list[int]:
+    """The tokens that end a response, a turn or a message (the format's eos, eot and eom), as far as the file names
+    them; transformers reads the first alone."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    fields = (reader.get_field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return list(dict.fromkeys(int(field.contents()) for field in fields if field is not None))
 
 
 def main() -> None:
