@@ -19,12 +19,12 @@ ELSEWHERE = ("none", "smollm2", "reward_model")  # tests/dist/test_smollm2.py, t
 EXPERIMENTS = [name for name in GROUPS["experiment"] if name not in ELSEWHERE]
 BROKEN = """
 from dataclasses import dataclass
-from trainer.algo.estimators import AdvantageEstimator, Estimate
+from trainer.algo.policy_losses import Ppo
 
 @dataclass(frozen=True)
-class Broken(AdvantageEstimator):
-    def estimate(self, experience):
-        return Estimate(experience.rewards * float("nan"))
+class Broken(Ppo):
+    def compute(self, log_probs, tokens):
+        return log_probs * float("nan") * tokens.response_mask, {}
 """
 
 
@@ -100,7 +100,7 @@ def commands(tmp_path_factory):
     arguments = {
         "sweep": ("experiment=host_memory", "hydra.sweeper.params.memory='full,rebuild'"),
         "profiler": ("debug=profiler", "diagnostics.detect_anomaly=true", "hydra.run.dir=run"),
-        "anomaly": ("debug=anomaly", "algo=rloo", "advantages._target_=broken.Broken"),
+        "anomaly": ("debug=anomaly", "algo=rloo", "policy_loss._target_=broken.Broken"),
     }
     started = {name: start(root / name, *SMALL, *some) for name, some in arguments.items()}
     return {

@@ -120,8 +120,8 @@ def test_a_micro_batch_grows_with_the_memory_and_with_what_is_computed_again():
     }
     assert found[40, "none"] < found[40, "selective"] < found[40, "full"]
     assert all(2 * found[40, mode] < found[80, mode] for mode in ("none", "selective"))
-    assert resolved("launch.gpu_memory_gib=2000").algo.micro_batch_tokens == 64 * 2 * 1024  # a whole minibatch
-    assert resolved("launch.gpu_memory_gib=2000", "algo.minibatches=4").algo.micro_batch_tokens == 64 * 1024
+    assert resolved("launch.gpu_memory_gib=2000").algo.micro_batch_tokens == 256 * 2 * 1024  # a whole minibatch
+    assert resolved("launch.gpu_memory_gib=2000", "algo.minibatches=4").algo.micro_batch_tokens == 256 * 1024
 
 
 @pytest.mark.parametrize("mode", MODES)
