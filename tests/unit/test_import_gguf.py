@@ -1,4 +1,4 @@
-"""trainer.models.import_gguf: what it says when it cannot; the tokens that end a response; reading the rest is transformers' part."""
+"""trainer.models.import_gguf: what it says when it cannot, and the tokens that end a response; the rest is transformers'."""
 
 import importlib.util
 
