@@ -1,4 +1,4 @@
-"""trainer.models.import_gguf: what it says when it cannot, and the tokens that end a response; the rest is transformers'."""
+"""trainer.models.import_gguf: what it says when it cannot, and the tokens that end a response."""
 
 import importlib.util
 
