@@ -23,7 +23,8 @@ ALWAYS = {
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "LD_PRELOAD"):
+    kernels = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "LD_PRELOAD", *kernels):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -31,8 +32,16 @@ def clean_environment(monkeypatch):
 def test_cpu_workers_see_no_gpu_and_preload_nothing(sleeps):
     before = dict(os.environ)
     environment = worker_environment(platform="cpu", sleeps=sleeps, threads_per_worker=3)
-    assert environment == ALWAYS | {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
+    caches = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
+    assert environment == ALWAYS | caches | {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
     assert dict(os.environ) == before
+
+
+def test_how_many_kernels_a_cpu_worker_keeps_is_the_users_if_said(monkeypatch):
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1024")
+    environment = worker_environment(platform="cpu", sleeps=True, threads_per_worker=1)
+    assert environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "1024"
+    assert environment["LRU_CACHE_CAPACITY"] == "16"
 
 
 def test_cuda_without_sleep_preloads_nothing():

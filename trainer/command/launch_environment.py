@@ -15,6 +15,8 @@ import torch
 from trainer.command import hashes
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")  # torch's and oneDNN's, 1024 each
+_CACHED_KERNELS = "16"  # lengths that differ need new ones all the time, and every one takes host memory
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 # torch_memory_saver reads these when it is loaded, and ends the process on a value that it does not know.
@@ -42,6 +44,7 @@ def worker_environment(*, platform: str, sleeps: bool, threads_per_worker: int) 
     if platform == "cpu":
         # Threads that wait must not spin: on a busy machine that is most of the time.
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
+        environment |= {name: os.environ.get(name, _CACHED_KERNELS) for name in _KERNEL_CACHES}
     else:
         # Megatron overlaps communication by the order of kernel launches. Elastic asks in the launching
         # process whether CUDA is available, and must not initialise it there.
