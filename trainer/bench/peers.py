@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +20,12 @@ from trainer.config.roles import role_spec, trained_role
 from trainer.config.schema import Config
 from trainer.megatron import optimizer as optimizers
 from trainer.megatron.build import build_chunks, drop_caches, move_rest, wrap_ddp
-from trainer.megatron.sharding import Chunk, named_tensors
+from trainer.megatron.sharding import ddp_buffers
 from trainer.memory.arena import HostArenas
 from trainer.memory.regions import MemoryObserver, RoleRegions
 from trainer.memory.saver import Saver
 from trainer.plan import KINDS, Plan
+from trainer.roles.model import ModelChunks
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,10 @@ class Parts:
     arenas: HostArenas
 
 
-class _PeerModel:
+class _PeerModel(ModelChunks):
     """What the benchmark calls on the model of a role (:class:`trainer.roles.model.RoleModel`)."""
 
     optimizer: Any
-
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self.chunks = chunks
-
-    def parameter_count(self) -> int:
-        return sum(param.numel() for chunk in self.chunks for param in chunk.parameters())
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return dict(named_tensors(self.chunks))
 
     def optimizer_tensors(self) -> Iterator[torch.Tensor]:
         """Main params and moments, in a fixed order."""
@@ -60,12 +52,6 @@ class _PeerModel:
                 for param in group["params"]:
                     yield param.data
                     yield from (value for value in inner.optimizer.state[param].values() if torch.is_tensor(value))
-
-    def buffers(self) -> list[Any]:
-        return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]  # type: ignore[misc]
-
-    def grad_buffers(self) -> Iterator[torch.Tensor]:
-        return (buffer.grad_data for buffer in self.buffers())
 
 
 class _Peer:
@@ -101,7 +87,7 @@ class MegatronOffload(_Peer):
     def __init__(self, name: str, config: Config, *, parts: Parts) -> None:
         super().__init__(name, config, parts=parts)
         self.model.optimizer = optimizers.megatron_optimizer(self.model.chunks, self._config)
-        self._buffers = self.model.buffers()
+        self._buffers = ddp_buffers(self.model.chunks)
 
     def sleep(self) -> None:
         self.model.optimizer.zero_grad(set_to_none=True)

@@ -157,13 +157,14 @@ def _digest(folder: str, values: dict[str, Any]) -> str:
     said = {key: value for key, value in values.items() if key not in _OF_THE_WRITER}
     weights = SafetensorsFolder(Path(folder)).digest() if has_weights(Path(folder)) else None
     file = Path(folder, GENERATION_FILE)
-    ends = _listed(read_json(file, advice=COPY_AGAIN).get("eos_token_id") if file.exists() else None)
-    further = [end for end in ends if end not in _listed(values.get("eos_token_id"))]
+    ends = listed(read_json(file, advice=COPY_AGAIN).get("eos_token_id") if file.exists() else None)
+    further = [end for end in ends if end not in listed(values.get("eos_token_id"))]
     known = [said, weights, *([further] if further else [])]
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:_DIGEST_DIGITS]
 
 
-def _listed(given: Any) -> list[Any]:
+def listed(given: Any) -> list[Any]:
+    """An ``eos_token_id`` as files have it (one, a list of them, or null) as a list."""
     return given if isinstance(given, list) else [] if given is None else [given]
 
 

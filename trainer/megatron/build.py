@@ -37,7 +37,7 @@ from trainer.megatron.groups import tensor_parallel_group
 from trainer.megatron.heads import ValueHead, VocabularyHead
 from trainer.megatron.kernels import layer_parts
 from trainer.megatron.layers import core_attention
-from trainer.megatron.sharding import Chunk, declare_shardings, named_tensors, sharding_of
+from trainer.megatron.sharding import Chunk, ddp_buffers, declare_shardings, named_tensors, sharding_of
 from trainer.models.dtypes import DTYPES
 
 
@@ -267,8 +267,8 @@ def move_rest(chunks: Sequence[Chunk], region: AbstractContextManager[None]) -> 
 
     Done after the buffers took their parameters, so that the region holds live bytes only.
     """
-    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    in_buffers = {buffer.param_data.untyped_storage().data_ptr() for buffer in buffers if buffer.param_data is not None}
+    param_data = [buffer.param_data for buffer in ddp_buffers(chunks) if buffer.param_data is not None]
+    in_buffers = {data.untyped_storage().data_ptr() for data in param_data}
     with region:
         for _, tensor in named_tensors(chunks):
             if tensor.untyped_storage().data_ptr() not in in_buffers:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
-from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -47,7 +46,7 @@ def run_passes(
         given = inputs[number]
         with around(number):
             output = model(given.tokens, given.positions, None, **given.options)
-        return output, partial(on_output, number, head_of(chunks))
+        return output, partial(on_output, number, chunks[-1].module)
 
     iterators = [iter(range(len(inputs))) for _ in chunks]
     rows, length = inputs[0].tokens.shape
@@ -64,8 +63,3 @@ def run_passes(
     for chunk in chunks:
         chunk.module.set_input_tensor(None)  # type: ignore[arg-type]  # the stage before gave it
     return reported
-
-
-def head_of(chunks: Sequence[Chunk]) -> GPTModel:
-    """The GPTModel whose output is read, on the last pipeline stage."""
-    return chunks[-1].module

@@ -151,6 +151,11 @@ def sharding_of(tensor: Tensor) -> Sharding:
     return tensor.sharding  # type: ignore[attr-defined]
 
 
+def ddp_buffers(chunks: Sequence[Chunk]) -> list[Any]:
+    """Megatron's buffers, dense and of experts."""
+    return [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
 def named_tensors(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor a model reads in a forward pass: parameters, buffers, and tensors kept as plain attributes.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.common.json_files import COPY_AGAIN, Kind, read_json
-from trainer.config.hf_architecture import GENERATION_FILE
+from trainer.config.hf_architecture import GENERATION_FILE, listed
 from trainer.config.schema import ModelConfig
 from trainer.tasks.tokenizer import vocabulary_size
 
@@ -33,8 +33,7 @@ def end_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> tup
     """
     found: list[int] = []
     for name in (GENERATION_FILE, "config.json") if model.path is not None else ():
-        given = _read(model.path, name).get("eos_token_id")
-        found += given if isinstance(given, list) else [] if given is None else [given]
+        found += listed(_read(model.path, name).get("eos_token_id"))
     assert isinstance(tokenizer.eos_token_id, int)
     return tuple(dict.fromkeys([*found, tokenizer.eos_token_id]))
 

@@ -19,7 +19,7 @@ from trainer.megatron import optimizer as optimizers
 from trainer.megatron.build import build_chunks, frozen, move_rest, wrap_ddp
 from trainer.megatron.moe import drop_routing
 from trainer.megatron.schedule import Input, run_passes
-from trainer.megatron.sharding import Chunk, Share, named_tensors
+from trainer.megatron.sharding import Chunk, Share, ddp_buffers, named_tensors
 from trainer.memory.arena import HostArenas
 from trainer.memory.regions import RoleRegions
 from trainer.plan import Plan
@@ -28,7 +28,25 @@ from trainer.roles.digest import digest
 MIB = 2**20
 
 
-class RoleModel:
+class ModelChunks:
+    """This rank's part of a model, with what can be asked of it alone; the benchmark's peers have it too."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self.chunks = chunks
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name in the whole model -> this rank's tensor, of all that a forward pass reads."""
+        return dict(named_tensors(self.chunks))
+
+    def parameter_count(self) -> int:
+        return sum(param.numel() for chunk in self.chunks for param in chunk.parameters())
+
+    def grad_buffers(self) -> Iterator[Tensor]:
+        """The buffers in which gradients add up."""
+        return (buffer.grad_data for buffer in ddp_buffers(self.chunks))
+
+
+class RoleModel(ModelChunks):
     """Knows nothing of sleep: what a method touches must be awake.
 
     Attributes:
@@ -64,7 +82,7 @@ class RoleModel:
             return wrap_ddp(gpt, ddp, disable_grad_backup=grad, disable_param_backup=param, region_for=region_for)
 
         trained = self._trained
-        self.chunks = [frozen(gpt) if trained is None else wrapped(gpt, trained.ddp) for gpt in gpts]
+        super().__init__([frozen(gpt) if trained is None else wrapped(gpt, trained.ddp) for gpt in gpts])
         move_rest(self.chunks, regions.region("rest"))
         self.optimizer = self.state = None
         if trained is not None:
@@ -89,10 +107,6 @@ class RoleModel:
 
     # ---- tensors -----------------------------------------------------------------------------------------------
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Name in the whole model -> this rank's tensor, of all that a forward pass reads."""
-        return dict(named_tensors(self.chunks))
-
     def gpts(self) -> list[GPTModel]:
         """This rank's part of the model, for passes other than Megatron's."""
         return [chunk.module for chunk in self.chunks]
@@ -100,9 +114,6 @@ class RoleModel:
     def optimizer_tensors(self) -> tuple[Tensor, ...]:
         """Main params and moments."""
         return () if self.state is None else self.state.pieces
-
-    def parameter_count(self) -> int:
-        return sum(param.numel() for chunk in self.chunks for param in chunk.parameters())
 
     def not_finite(self) -> list[str]:
         """Names of the tensors that hold NaN or infinity."""
@@ -162,12 +173,6 @@ class RoleModel:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.drop_grads()
-
-    def grad_buffers(self) -> Iterator[Tensor]:
-        """The buffers in which gradients add up."""
-        for chunk in self.chunks:
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                yield buffer.grad_data
 
     def step(self) -> tuple[bool, float]:
         return optimizers.step(self.optimizer)
