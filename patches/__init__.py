@@ -11,8 +11,8 @@ from importlib import import_module
 from patches.registry import Patch
 
 NAMES = (
-    *("eager_fusions", "ddp_buffer_backup", "fused_adamw", "one_rank_groups", "reloadable_groups"),
-    *("cpu_platform", "cpu_saver"),
+    *("eager_fusions", "ddp_buffer_backup", "fused_adamw", "foreach_grad_norms", "one_rank_groups"),
+    *("reloadable_groups", "cpu_platform", "cpu_saver"),
 )
 
 

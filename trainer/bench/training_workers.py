@@ -78,6 +78,7 @@ def _measure(job: TrainingJob, phases: Phases, ppo_step: Callable[[int], Mapping
     if is_gpu:
         torch.cuda.reset_peak_memory_stats()
     phases.end_step()
+    worker.pass_by_what_exists()
     for number in range(1, job.steps + 1):
         start = time.perf_counter()
         record = dict(ppo_step(number))

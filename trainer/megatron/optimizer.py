@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from trainer.common.multiples import ALIGNMENT_BYTES, round_up
@@ -223,7 +224,7 @@ def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
 
 
 def step(optimizer: Any) -> tuple[bool, float]:
-    """Clip, step, and gather parameters. A gradient norm that is not finite skips the step.
+    """Clip, step, and gather parameters: Megatron's own step, but a gradient norm that is not finite skips it.
 
     Returns:
         (whether the weights were updated, gradient norm before clipping).
@@ -232,8 +233,10 @@ def step(optimizer: Any) -> tuple[bool, float]:
     grad_norm = float(optimizer.get_grad_norm())
     if not math.isfinite(grad_norm):
         return False, grad_norm
-    updated, _, _ = optimizer.step()
-    return bool(updated), grad_norm
+    for inner in inner_optimizers(optimizer):
+        if inner.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(inner.get_parameters(), inner.config.clip_grad, grad_norm)
+    return bool(optimizer.step_with_ready_grads()), grad_norm
 
 
 def learning_rate(optimizer: Any) -> float:

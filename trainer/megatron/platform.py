@@ -28,9 +28,9 @@ def set_up(config: Config) -> list[str]:
     # megatron-core warns that Transformer Engine and Apex are absent and that GPTModel gets no new features.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    names = ["eager_fusions", "ddp_buffer_backup", "fused_adamw", "one_rank_groups", "reloadable_groups"]
-    if config.platform.name == "cpu":
-        names += ["cpu_platform", "cpu_saver"]
+    is_cpu = config.platform.name == "cpu"
+    names = [name for name in patches.NAMES if is_cpu or name not in ("cpu_platform", "cpu_saver")]
+    if is_cpu:
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns that there is no CUDA runtime
         # torch's flash kernel for CPUs takes 40 times longer than the plain one in bf16 backward passes.
         torch.backends.cuda.enable_flash_sdp(False)

@@ -128,29 +128,23 @@ class TensorBackuper:
             self._tags[tag] = self._new_tag(tag, sources)
         copies = self._copies(tag)
         _check_same(sources, copies, tag)
-        for name, tensor in sources.items():
-            copies[name].copy_(tensor.detach(), non_blocking=True)
+        _copy_all(sources, copies)
         self.copies.to_host += self.bytes_of(tag)
-        _synchronize()
 
     def restore(self, tag: str) -> None:
         """Copy what is saved under ``tag`` back into the source tensors, in place. Collective if ranks share it."""
         copies, sources = self._copies(tag), self._sources()
         _check_same(sources, copies, tag)
-        with torch.no_grad():
-            for name, tensor in sources.items():
-                tensor.copy_(copies[name], non_blocking=True)
+        _copy_all(copies, sources)
         self._layout.complete()
         self.copies.to_device += self.bytes_of(tag)
-        _synchronize()
 
     def copy(self, *, src_tag: str, dst_tag: str) -> None:
         """Make ``dst_tag`` (created if need be) hold what ``src_tag`` holds."""
         copies = self._copies(src_tag)
         if dst_tag not in self._tags:
             self._tags[dst_tag] = self._new_tag(dst_tag, copies)
-        for name, tensor in self._copies(dst_tag).items():
-            tensor.copy_(copies[name])
+        _copy_all(copies, self._copies(dst_tag))
 
     def get(self, tag: str) -> Mapping[str, torch.Tensor]:
         """Name -> whole tensor of a tag: a view into its arena or, where ranks share it, gathered when it is asked for.
@@ -183,8 +177,7 @@ class TensorBackuper:
         for tag, (arena, copies) in list(self._tags.items()):
             if arena.is_on_device != (tag in tags):
                 self._tags[tag] = self._new_tag(tag, copies)
-                for name, tensor in self._copies(tag).items():
-                    tensor.copy_(copies[name])
+                _copy_all(copies, self._copies(tag))
 
     def _sources(self) -> dict[str, torch.Tensor]:
         pairs = list(self._source_getter())
@@ -208,7 +201,10 @@ def _check_same(sources: Mapping[str, torch.Tensor], copies: Mapping[str, torch.
         raise ValueError(f"the model's tensors are not those backed up under {tag!r}; changed: {changed}")
 
 
-def _synchronize() -> None:
-    """Wait for the copies, and not for other streams, on which an optimizer state may be on its way."""
+@torch.no_grad()
+def _copy_all(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
+    """Fill ``targets`` with what ``sources`` hold under their names, and wait for that; not for other streams, on which
+    an optimizer state may be on its way."""
+    torch._foreach_copy_(list(targets.values()), [sources[name] for name in targets], non_blocking=True)
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
