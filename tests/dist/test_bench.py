@@ -9,6 +9,7 @@ import pytest
 
 from trainer.bench import cases
 from trainer.bench.cases import BenchConfig
+from trainer.bench.swap_table import swap_table
 from trainer.bench.table import bench_table, summarize
 
 TINY = (
@@ -91,6 +92,42 @@ def test_a_bench_measures_policies_and_peers(tmp_path):
     planned = next(line.split("|")[3:-1] for line in report.splitlines() if line.startswith("| rebuild | critic | "))
     assert [abs(float(planned[column].strip(" %"))) < 2 for column in (2, 5)] == [True, True]  # pages are whole
     assert "| slime | critic |" not in report  # nobody plans a peer
+
+
+def test_a_hand_over_is_shown_beside_the_copies_one_after_the_other():
+    def hand_over(going, coming, seconds, out, back):
+        return {"from": going, "to": coming, "seconds": seconds, "to_host_bytes": out, "to_device_bytes": back}
+
+    first, later = (hand_over("actor", "critic", seconds, 2**31, 2**30) for seconds in (9.0, 3.0))
+    others = [hand_over("critic", "actor", seconds, 2**30, 2**31) for seconds in (9.0, 2.0, 1.0, 3.0)]
+    record = {"case": "swap", "hand_overs": [first, *others, later], "bits_kept": True}
+    rates = {"to_host": 2**30, "to_device": 2**29}
+    table = swap_table([record | {"roofline": rates}, record | {"roofline": None}])
+    assert table.rows[0] == (
+        *("swap", "actor", "critic", "2.00", "1.00", "3.000", "2.000", "2.000", "0.75 x", "<= 0.68 x: NO", "yes"),
+    )
+    assert table.rows[1][5:10] == ("2.000", "1.000", "4.000", "0.40 x", "<= 0.68 x: yes")
+    assert table.rows[2][5:10] == ("3.000", "-", "-", "-", "<= 0.68 x: -")
+    assert swap_table([{"case": "lean", "error": "failed"}]) is None
+
+
+def test_a_bench_hands_the_device_from_role_to_role(tmp_path):
+    """Each goes with all that has to be kept of it: 12 bytes of optimizer state, and 2 of parameters under ``lean``."""
+    both_alike = ("model.tie_embeddings=true", "memory.piece_mib=0.25")  # else the actor's head leaves room for more
+    done = bench("bench.cases=[swap,swap_rebuild]", *both_alike, f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = {r["case"]: r for r in map(json.loads, (tmp_path / "bench.jsonl").read_text().splitlines())}
+    for case, kept in (("swap", 14), ("swap_rebuild", 12)):
+        record = records[case]
+        assert record["bits_kept"]
+        assert len(record["hand_overs"]) == 4
+        for one in record["hand_overs"]:
+            copied = (one["to_host_bytes"], one["to_device_bytes"])
+            parameters = [record["parameters"][one[key]] for key in ("from", "to")]
+            assert copied == pytest.approx([kept * count for count in parameters], rel=0.03)
+    report = (tmp_path / "bench.md").read_text()
+    assert "# Handing the GPU over" in report
+    assert "| swap_rebuild | critic | actor | " in report
 
 
 def test_a_failing_case_says_why_and_fails_the_command(tmp_path):

@@ -74,6 +74,8 @@ def test_tags_shared_by_the_ranks_restore_the_same_bits(nproc, tmp_path):
 def test_copies_that_come_as_late_as_they_may_change_nothing(tmp_path):
     """On a GPU an optimizer state comes back while the forward pass runs; nobody may read it before waiting for it."""
     cases = {name: CASES[name] for name in ("none", "lean", "rebuild")}
+    scheduled = scheduled_cases(nproc=1)
+    cases |= {name: scheduled[name] for name in scheduled if name.endswith("the largest phase")}
     results = run_cases(cases, nproc=1, log_dir=tmp_path, fault="late_copies")
     for name in cases:
         assert numbers(results[name]) == numbers(results["none"]), name

@@ -201,7 +201,7 @@ def asleep(name: str, overrides: tuple[str, ...], *, lengths: tuple[int, ...] = 
     train(role, lengths=lengths)
     role.sleep()
     arenas = [arena for arena, _ in role._weights.backuper._tags.values()] if role._weights.backuper else []
-    known = before | {arena._flat.data_ptr() for arena in [*arenas, role._regions._keeper._store._arena]}
+    known = before | {arena._flat.data_ptr() for arena in [*arenas, role.regions._keeper._store._arena]}
     loose = [
         (tuple(tensor.shape), str(tensor.dtype))
         for tensor in alive()

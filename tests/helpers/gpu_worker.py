@@ -170,7 +170,7 @@ def storages(run: Any, directory: Path) -> dict[str, Any]:
             uncovered[str(storage.data_ptr())] = storage.nbytes()
     run.actor.sleep()
     run.critic.sleep()
-    pinned = run.actor._regions._arena.copy.is_pinned()
+    pinned = run.actor.regions._keeper.host_tensors()[0].is_pinned()
     return {"uncovered": uncovered, "segments": len(segments), "pinned": pinned}
 
 

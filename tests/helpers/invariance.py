@@ -33,7 +33,8 @@ def scheduled_cases(*, nproc):
     return {
         f"{keeper}, room for {name}": (
             *CASES[keeper],
-            *("offload=auto", "offload.reserve_gib=0", f"launch.gpu_memory_gib={size_bytes / 2**30!r}"),
+            *("offload=auto", "offload.reserve_gib=0", "memory.piece_mib=0.03125"),
+            f"launch.gpu_memory_gib={size_bytes / 2**30!r}",
         )
         for keeper in KEEPERS
         for name, size_bytes in _rooms(CASES[keeper], nproc=nproc).items()

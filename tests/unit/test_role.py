@@ -157,7 +157,7 @@ def test_a_failed_sleep_or_wake_up_leaves_no_garbage_behind(monkeypatch):
     train(role)
     expected = role.weights_sha256()
 
-    saver = role._regions._saver
+    saver = role.regions._saver
     for method, last in (("sleep", "optim"), ("wake_up", "rest")):
         original = getattr(saver, method)
 
@@ -356,7 +356,7 @@ def test_arenas_reserved_before_a_role_is_built_have_the_size_that_it_needs():
                 first = next(iter(role._weights.backuper.get(tag).values()))
                 assert first.data_ptr() == addresses[f"weights/{tag}"]
         role.sleep()
-        keeper = role._regions.keeper_of_sleeping_state
+        keeper = role.regions.keeper_of_sleeping_state
         pieces = keeper.host_tensors() if keeper else None
         assert pieces
         assert pieces[0].data_ptr() == addresses[f"{name}/optim"]
@@ -372,7 +372,7 @@ def test_the_copy_that_backup_begins_is_made_again_only_after_a_change(change):
     role = make_role("actor", "memory=lean")
     train(role)
     role.backup()
-    host_copies = role._regions._keeper.host_tensors()
+    host_copies = role.regions._keeper.host_tensors()
     begun_early = [copy.clone() for copy in host_copies]
     CHANGES[change](role)
     expected = role.weights_sha256()
@@ -446,7 +446,7 @@ def rss_bytes():
 
 
 def region_bytes(role, *, backup=None):
-    tags = [tag for of_kind in role._regions._tags.values() for tag in of_kind]
+    tags = [tag for of_kind in role.regions._tags.values() for tag in of_kind]
     return sum(torch_memory_saver._impl.resident_bytes(tag, backup=backup) for tag in tags)
 
 
@@ -488,7 +488,7 @@ def test_every_tensor_of_a_sleeping_role_is_in_a_region_or_a_backup(name, overri
     train(role, lengths=(90, 5))
     role.sleep()
     arenas = [arena for arena, _ in role._weights.backuper._tags.values()] if role._weights.backuper else []
-    arenas = {arena._flat.data_ptr() for arena in [*arenas, role._regions._keeper._store._arena]}
+    arenas = {arena._flat.data_ptr() for arena in [*arenas, role.regions._keeper._store._arena]}
     regions = set()
     for tensor in tensors_alive():
         storage = tensor.untyped_storage()
@@ -598,4 +598,4 @@ def test_offload_none_pins_nothing_sleeps_nothing_and_keeps_only_what_switching_
     assert critic._weights.backuper is None
     assert actor._weights.backuper.backup_tags == ("actor",)
     assert not any(arena.is_on_device or arena._pinning for arena, _ in actor._weights.backuper._tags.values())
-    assert actor._regions._keeper is None
+    assert actor.regions._keeper is None

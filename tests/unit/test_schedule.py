@@ -61,6 +61,17 @@ def test_copies_run_beside_a_phase_that_has_room_for_the_region():
     assert schedule.moved_bytes(to_host=False) == 3 + 4
 
 
+def test_regions_that_leave_and_come_at_one_boundary_do_so_beside_the_phase_after_it():
+    """A and C have no room beside each other; B, which the saver copies, has to be gone before."""
+    regions = [region("A", 5, copies_beside_work=True), region("B", 4), region("C", 5, copies_beside_work=True)]
+    steps = [phase("a", "AB", changes="AB"), phase("c", "C", changes="C")]
+    schedule = solve(regions, steps, room_bytes=9)
+    assert copies(schedule) >= {("A", "out", "c", 5, True), ("C", "in", "c", 5, True)}
+    assert {m.region for m in schedule.moves if m.swaps} == {"A", "C"}
+    alone = solve([region("A", 5, copies_beside_work=True), region("C", 5)], [phase("a", "A"), steps[1]], room_bytes=9)
+    assert not any(move.swaps or move.beside for move in alone.moves)
+
+
 def test_what_nobody_restores_makes_room_first_and_stays_where_it_is_not_in_the_way():
     regions = [region("A", 4), region("B", 5), region("G", 3, leave_bytes=0, return_bytes=0)]
     steps = [phase("a", "A", changes="A"), phase("b", "B", changes="B"), phase("g", "G", changes="G")]

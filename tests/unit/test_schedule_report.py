@@ -26,7 +26,7 @@ def test_the_table_has_every_region_and_phase_and_what_is_copied(scheduled):
     assert cells.keys() == {region.name for region in scheduled[1].regions}
     size = cells["actor/optim"]["size"]
     assert cells["actor/optim"]["rollout"] == f"goes out {size}+"
-    assert cells["actor/optim"]["train_actor"] == f"used in {size}"
+    assert cells["actor/optim"]["train_actor"] == f"used in {size}*"
     assert cells["critic/grad"]["rollout"] == "asleep"
     assert "room: 2.00 MiB" in table.title
     awake = dict(zip(table.columns, table.totals[0], strict=True))

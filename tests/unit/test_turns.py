@@ -44,6 +44,25 @@ def test_a_step_copies_the_bytes_that_were_planned(name):
     assert any(planned) == ("everything" not in name)
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if "phase" in name or "engine" in name])
+def test_optimizer_states_take_each_others_place_where_the_plan_says(name, monkeypatch):
+    run, _ = run_of(*CASES[name])
+    turns, found = run.phases.turns, []
+    original = turns._hand_to
+
+    def hand_to(coming, going):
+        found.append((turns._phase, f"{coming}/optim"))
+        original(coming, going)
+
+    monkeypatch.setattr(turns, "_hand_to", hand_to)
+    loop.train(run, recorded()[0])
+    moves = turns.schedule.moves
+    planned = [(move.phase, move.region) for move in moves if move.swaps and not move.to_host]
+    assert planned
+    assert found[-len(planned) :] == planned
+    assert {move.phase for move in moves if move.swaps and move.to_host} == {phase for phase, _ in planned}
+
+
 def test_memory_that_another_process_has_taken_is_made_up_for_once(monkeypatch):
     run, notes = run_of("offload=auto")
     critic, actor, saver = run.roles["critic"], run.roles["actor"], run.roles["actor"]._saver

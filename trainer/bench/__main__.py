@@ -15,10 +15,10 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from trainer.bench import cases, launching, measure
+from trainer.bench import cases, launching, measure, swap
 from trainer.bench.cases import CASES, BenchConfig, BenchRoot, Case, CaseJob
 from trainer.bench.launching import run_job, run_workers
-from trainer.bench.table import NEEDS_GPU, bench_table, document, plan_comparison, summarize
+from trainer.bench.table import NEEDS_GPU, document, summarize, tables
 from trainer.command import exits
 from trainer.command.arguments import refuse_bad_overrides
 from trainer.common.json_files import TEXT
@@ -62,10 +62,11 @@ def run(bench: BenchConfig, configs: Mapping[str, Config], directory: Path, cons
         else:
             console.print(f"{name}: {case.meaning}")
             job = CaseJob(config, bench, case.peer)
-            record |= run_workers(measure.run_case, job, name, directory, console)
+            worker = swap.run_swap if case.swaps else measure.run_case
+            record |= run_workers(worker, job, name, directory, console)
             failed |= "error" in record or not record["bits_kept"]
         if "error" not in record:
-            if case.peer is None:
+            if case.peer is None and not case.swaps:
                 record["plan"] = plan_rows(
                     footprint(
                         config,
@@ -74,14 +75,15 @@ def run(bench: BenchConfig, configs: Mapping[str, Config], directory: Path, cons
                     )
                 )
             record["roofline"] = None if "error" in roofline else roofline
-            record["summary"] = summarize(record)
+            if not case.swaps:
+                record["summary"] = summarize(record)
         with (directory / BENCH_FILE).open("a") as file:
             file.write(json.dumps(record) + "\n")
         newest = {record["case"]: record for record in read_records(directory / BENCH_FILE, fields={"case": TEXT})}
         records = [newest[known] for known in CASES if known in newest]
         (directory / TABLE_FILE).write_text(document(records, cases={n: c.meaning for n, c in CASES.items()}))
-    console.print(bench_table(records))
-    console.print(plan_comparison(records))
+    for table in tables(records):
+        console.print(table)
     console.print(f"table: {directory / TABLE_FILE}   all numbers: {directory / BENCH_FILE}", soft_wrap=True)
     return not failed
 

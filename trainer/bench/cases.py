@@ -35,12 +35,14 @@ class Case:
     Attributes:
         overrides: what the case changes in the config.
         peer: name of a class in :mod:`trainer.bench.peers` that replaces the role; None for the product.
+        swaps: the roles follow each other on a device that has room for one.
     """
 
     meaning: str
     overrides: tuple[str, ...]
     peer: str | None = None
     needs_gpu: bool = False
+    swaps: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,12 @@ CASES = {
     ),
     "rebuild_saver": Case("memory=rebuild, saver keeps the optimizer state", ("memory=rebuild", *_SAVER_KEEPS_OPTIM)),
     "rebuild": Case("memory=rebuild, arena keeps the optimizer state", ("memory=rebuild", *_ARENA_KEEPS_OPTIM)),
+    "swap": Case(
+        "as lean, the GPU is handed from one role to the other (offload=auto)",
+        ("memory=lean", *_ARENA_KEEPS_OPTIM, "offload=auto"),
+        swaps=True,
+    ),
+    "swap_rebuild": Case("as rebuild, likewise", ("memory=rebuild", *_ARENA_KEEPS_OPTIM, "offload=auto"), swaps=True),
     "naive": Case(
         "peer: the saver copies everything and keeps no host buffers",
         ("memory=full", *_SAVER_KEEPS_OPTIM, "memory.retain_cpu_backup=false"),

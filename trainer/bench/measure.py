@@ -22,6 +22,7 @@ from trainer.megatron.groups import pipeline_rank
 from trainer.memory.ledger import sample_memory
 from trainer.plan import make_plan
 from trainer.plan.holdings import arena_bytes
+from trainer.plan.schedule import Schedule
 
 ROLES = ("actor", "critic")
 _COPY_REPEATS = 5
@@ -30,24 +31,24 @@ _CHECKSUM_PIECE_WORDS = 1 << 25
 
 def run_case(job: CaseJob) -> dict[str, Any]:
     """Sleep and wake ``bench.cycles`` times -> seconds, memory samples, ledger events, whether all bits were kept."""
-    _set_up(job)
+    set_up(job)
     events: list[dict[str, Any]] = []
     baseline = sample_memory()
-    build_seconds, roles = _timed(lambda: _build(job, events))
+    build_seconds, roles = timed(lambda: build_roles(job, events))
     for role in roles:
-        _step_on_noise(role, seed=job.config.seed)
+        step_on_noise(role, seed=job.config.seed)
     torch.cuda.empty_cache()
     before = [state_checksums(role) for role in roles]
     cycles = []
     for _ in range(job.bench.cycles):
         for role in roles:
-            _pretend_to_have_trained(role)
+            pretend_to_have_trained(role)
         events.clear()
-        sleep_seconds = {role.name: _timed(role.sleep)[0] for role in roles}
+        sleep_seconds = {role.name: timed(role.sleep)[0] for role in roles}
         asleep = sample_memory()
         slept = list(events)
         events.clear()
-        wake_seconds = {role.name: _timed(role.wake_up)[0] for role in roles}
+        wake_seconds = {role.name: timed(role.wake_up)[0] for role in roles}
         cycles.append(
             {
                 "sleep_seconds": sleep_seconds,
@@ -66,41 +67,50 @@ def run_case(job: CaseJob) -> dict[str, Any]:
         "build_seconds": build_seconds,
         "memory_baseline": baseline,
         "cycles": cycles,
-        "bits_kept": _true_on_all_ranks(before == [state_checksums(role) for role in roles]),
+        "bits_kept": true_on_all_ranks(before == [state_checksums(role) for role in roles]),
     }
 
 
 def measure_roofline(job: CaseJob) -> dict[str, float]:
-    """Bytes per second of one plain copy each way, best of some: what sleep and wake-up could reach.
+    """Bytes per second of one plain copy each way, and of both at once in sum, best of some: what sleep and wake-up
+    could reach.
 
     On a GPU the host side is an exact-size, page-locked arena and the copy runs on a side stream. The first worker of a
     benchmark runs this: it imports what the others import, so that none of their builds reads those files from disk.
     """
-    _set_up(job)
+    set_up(job)
     import trainer.bench.peers
     import trainer.roles.role  # noqa: F401
     from trainer.memory.arena import HostArena
 
     size_bytes = job.bench.roofline_mib << 20
-    device = torch.ones(size_bytes, dtype=torch.uint8, device=torch.cuda.current_device())
-    arena = HostArena(size_bytes, pinned=job.config.platform.name == "cuda")
-    host = arena.empty_like(device)
-    arena.wait_until_ready()
-    stream = torch.cuda.Stream()
+    pairs = []
+    for _ in range(2):
+        device = torch.ones(size_bytes, dtype=torch.uint8, device=torch.cuda.current_device())
+        arena = HostArena(size_bytes, pinned=job.config.platform.name == "cuda")
+        pairs.append((arena.empty_like(device), device, torch.cuda.Stream()))
+        arena.wait_until_ready()
+    (host, device, stream), (other_host, other_device, other_stream) = pairs
 
-    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
-    copy(host, device)
+    copies = {
+        "to_host": [(host, device, stream)],
+        "to_device": [(other_device, other_host, other_stream)],
+        "both_at_once": [(host, device, stream), (other_device, other_host, other_stream)],
+    }
+    copy(host, device, stream)
+    copy(other_host, other_device, stream)
     rates = {}
-    for name, target, source in (("to_host", host, device), ("to_device", device, host)):
-        best = min(_timed(lambda t=target, s=source: copy(t, s))[0] for _ in range(_COPY_REPEATS))
-        rates[name] = size_bytes / best
+    for name, several in copies.items():
+        best = min(timed(lambda s=several: [copy(*one) for one in s])[0] for _ in range(_COPY_REPEATS))
+        rates[name] = len(several) * size_bytes / best
     return rates
 
 
-def _set_up(job: CaseJob) -> None:
+def set_up(job: CaseJob) -> None:
     faulthandler.dump_traceback_later(job.bench.case_timeout_seconds, exit=True)
     platform.set_up(job.config)
     platform.set_up_process_groups(job.config)
@@ -108,9 +118,10 @@ def _set_up(job: CaseJob) -> None:
     torch.ones(1, device=torch.cuda.current_device()).item()  # the CUDA context belongs to the baseline too
 
 
-def _build(job: CaseJob, events: list[dict[str, Any]]) -> list[Any]:
+def build_roles(job: CaseJob, events: list[dict[str, Any]], *, schedule: Schedule | None = None) -> list[Any]:
     """Both roles, ready for their first sleep: host memory that is pinned at all in advance is pinned, in the
-    background while the rest of megatron-core is imported and the models are built."""
+    background while the rest of megatron-core is imported and the models are built. With a schedule they follow it
+    from the start."""
     from trainer.common.seeds import seed_for
     from trainer.memory.arena import HostArenas
 
@@ -121,12 +132,14 @@ def _build(job: CaseJob, events: list[dict[str, Any]]) -> list[Any]:
         arenas.reserve({owner: size for owner, size in sizes.items() if owner != "weights/ref"})  # nothing makes it
 
     from trainer.bench import peers
-    from trainer.memory.saver import make_saver
+    from trainer.memory.saver import follow, make_saver
     from trainer.roles.role import Role
 
     plan, saver = make_plan(config), make_saver(config)
+    follow(saver, schedule, replan=lambda _: schedule, corrects=False, note=print, ranks=config.world_size)
     roles = []
     for name in ROLES:
+        saver.turns.before_building(name)
         parts = peers.Parts(
             plan=plan,
             saver=saver,
@@ -143,7 +156,7 @@ def _build(job: CaseJob, events: list[dict[str, Any]]) -> list[Any]:
     return roles
 
 
-def _step_on_noise(role: Any, *, seed: int) -> None:
+def step_on_noise(role: Any, *, seed: int) -> None:
     """One real optimizer step on random gradients, after which no moment is zero."""
     torch.manual_seed(seed)
     with role.training():
@@ -153,7 +166,7 @@ def _step_on_noise(role: Any, *, seed: int) -> None:
     assert updated
 
 
-def _pretend_to_have_trained(role: Any) -> None:
+def pretend_to_have_trained(role: Any) -> None:
     """A step that is skipped for its infinite gradient norm: nothing changes, but every host copy counts as stale, so
     that the next sleep copies all it would copy after real training."""
     with role.training():
@@ -163,7 +176,7 @@ def _pretend_to_have_trained(role: Any) -> None:
     assert not updated
 
 
-def _timed(action: Callable[[], Any]) -> tuple[float, Any]:
+def timed(action: Callable[[], Any]) -> tuple[float, Any]:
     """(seconds, result) of ``action``, the device's part included."""
     _synchronize()
     start = time.perf_counter()
@@ -190,7 +203,7 @@ def state_checksums(role: Any) -> list[int]:
     return [int((piece * positions[: len(piece)].to(piece.device)).sum()) for piece in pieces]
 
 
-def _true_on_all_ranks(value: bool) -> bool:
+def true_on_all_ranks(value: bool) -> bool:
     from trainer.megatron.groups import sum_over_ranks
 
     return sum_over_ranks({"false": float(not value)})["false"] == 0

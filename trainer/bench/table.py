@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from trainer.bench.swap_table import swap_table
 from trainer.report.tables import UNKNOWN, Table
 
 Record = Mapping[str, Any]
@@ -67,13 +68,19 @@ def _backup_bytes(events: Iterable[Record], role: str) -> int:
     return sum(event["backup_bytes"] for event in events if event["role"] == role)
 
 
+def tables(records: Sequence[Record]) -> list[Table]:
+    """All that a benchmark shows."""
+    found = [bench_table(records), plan_comparison(records), swap_table(records)]
+    return [table for table in found if table is not None and table.rows]
+
+
 def bench_table(records: Sequence[Record]) -> Table:
     """One row per case; a case that failed, or that this machine cannot run, says so."""
     rows = []
     for record in records:
         if "summary" in record:
             rows.append(_row(record))
-        else:
+        elif "error" in record:
             why = "not on CPU" if record["error"] == NEEDS_GPU else "failed"
             rows.append((record["case"], why, *[UNKNOWN] * (len(COLUMNS) - 2)))
     return Table(title="Actor and critic asleep and back", columns=COLUMNS, rows=rows, text_columns=1)
@@ -133,15 +140,16 @@ def document(records: Sequence[Record], *, cases: Mapping[str, str]) -> str:
         "process's proportional set from before the build to both asleep; in brackets what the ledger does not "
         "explain. GPU left: in use on the device while both sleep. First sleep in the process / median of the later "
         "ones. GB/s: bytes with a host copy over time, and the share of a plain pinned copy's rate. Cycle: both "
-        "roles asleep and awake again; floor: the same bytes each way at that rate."
+        "roles asleep and awake again; floor: the same bytes each way at that rate. Handing over: from the end of one "
+        "role's work until the other could step; floors: the same bytes one way, then the other, at those rates."
     )
-    table, plan = bench_table(records), plan_comparison(records)
+    table, *others = tables(records)
     parts = [f"# {table.title}", "\n".join(facts), table.markdown(), notes, "\n".join(meanings)]
-    return "\n\n".join([*parts, f"## {plan.title}", plan.markdown()]) + "\n"
+    return "\n\n".join([*parts, *(part for one in others for part in (f"## {one.title}", one.markdown()))]) + "\n"
 
 
 def _facts(records: Sequence[Record]) -> Iterable[str]:
-    measured = [record for record in records if "summary" in record]
+    measured = [record for record in records if "error" not in record]
     yield from dict.fromkeys(f"{r['platform']}, {r['nproc']} worker(s), {_pairs(r['versions'])}" for r in measured)
     yield from dict.fromkeys(f"parameters per rank: {_pairs(r['parameters'])}" for r in measured)
     for roofline in [record["roofline"] for record in measured if record["roofline"]][-1:]:

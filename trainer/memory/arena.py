@@ -35,6 +35,17 @@ class Copies:
     to_device: int = 0
 
 
+@dataclass(frozen=True)
+class RegionBytes:
+    """What one region released and what of it the saver copied to host memory, in bytes."""
+
+    released_bytes: int
+    backup_bytes: int
+
+    def __add__(self, other: RegionBytes) -> RegionBytes:
+        return RegionBytes(self.released_bytes + other.released_bytes, self.backup_bytes + other.backup_bytes)
+
+
 class HostArena:
     """Anonymous host memory that lives as long as the arena, or a tensor cut from it, does."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -49,7 +50,7 @@ class StateKeeper:
     """
 
     def __init__(self, pieces: Sequence[torch.Tensor], *, main_pieces: int, store: Store) -> None:
-        self._pieces, self._main_pieces, self._store = tuple(pieces), main_pieces, store
+        self._pieces, self.main_pieces, self._store = tuple(pieces), main_pieces, store
         self._stream = torch.cuda.Stream()
         device = torch.cuda.current_device()
         self._thread = ThreadPoolExecutor(
@@ -63,20 +64,24 @@ class StateKeeper:
     def host_bytes(self) -> int:
         return self._store.host_bytes
 
-    def start_save(self) -> None:
-        """Begin to copy to the store what has changed, after all work queued so far; the state must not change until it
-        is saved."""
+    def start_save(self, number: int | None = None) -> None:
+        """Begin to copy to the store what has changed, or one piece of it, after all work queued so far; the state must
+        not change until it is saved."""
         self.wait()
-        for number, piece in enumerate(self._pieces):
-            if number not in self._writes:
-                self.copies.to_host += piece.nbytes
-                self._writes[number] = self._submit(self._store.start_write, number, piece)
+        for one in range(len(self._pieces)) if number is None else (number,):
+            if one not in self._writes:
+                self.copies.to_host += self._pieces[one].nbytes
+                self._writes[one] = self._submit(self._store.start_write, one, self._pieces[one])
 
     def finish_save(self, number: int) -> None:
         """Wait until the store has a piece (starting the copies first if nobody has)."""
         if number not in self._writes:
             self.start_save()
-        self._writes[number].result()()
+        try:
+            self._writes[number].result()()
+        except BaseException:
+            del self._writes[number]  # nothing is kept of it
+            raise
 
     def invalidate(self) -> None:
         """The state may change from now on: copies made earlier are worth nothing any more."""
@@ -90,15 +95,27 @@ class StateKeeper:
         self.copies.to_device += self._pieces[number].nbytes
         self._reads[number] = self._submit(self._store.start_read, number, self._pieces[number])
 
+    def wait_for(self, number: int) -> None:
+        """Block until a piece on its way is back."""
+        read = self._reads.get(number)
+        if read is not None:
+            read.result()()
+
+    def forget_reads(self) -> None:
+        """Wait for what is on its way back, which nobody wants any more, also where it fails."""
+        for number in sorted(self._reads):
+            with suppress(Exception):
+                self._reads.pop(number).result()()
+
     def wait(self, *, main_params_only: bool = False) -> None:
         """Block until every mapped piece (or those with main params alone, which the caller may only read) is back."""
         for number in sorted(self._reads):
-            if not main_params_only or number < self._main_pieces:
+            if not main_params_only or number < self.main_pieces:
                 self._reads.pop(number).result()()
 
     def read_main_params(self) -> list[torch.Tensor]:
         """Copies of the pieces with main params, made on the device from the store, for a state that sleeps."""
-        copies = [torch.empty_like(piece) for piece in self._pieces[: self._main_pieces]]
+        copies = [torch.empty_like(piece) for piece in self._pieces[: self.main_pieces]]
         self.copies.to_device += sum(copy.nbytes for copy in copies)
         reads = [self._submit(self._store.start_read, number, copy) for number, copy in enumerate(copies)]
         for read in reads:

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from trainer.config.schema import Config
-from trainer.memory.arena import Copies, HostArenas
+from trainer.memory.arena import Copies, HostArenas, RegionBytes
+from trainer.memory.hand_over import HandOver
 from trainer.memory.keeper import StateKeeper
-from trainer.memory.saver import RegionBytes, Saver
+from trainer.memory.saver import Saver
 from trainer.memory.stores import make_store
+from trainer.memory.turns import Turns
 from trainer.plan import KINDS, NO_BUFFER, Plan, PlanRow
 
 MemoryObserver = Callable[[dict[str, Any]], None]
@@ -31,12 +33,17 @@ def with_rest(kinds: Collection[str]) -> frozenset[str]:
 
 
 class RoleRegions:
-    """The regions of one role, under the saver; the optimizer state may have a keeper of its own."""
+    """The regions of one role, under the saver; the optimizer state may have a keeper of its own.
+
+    Attributes:
+        hand_over: in which the optimizer state leaves or comes right now, if it does.
+    """
 
     def __init__(self, role: str, *, plan: Plan, saver: Saver, observer: MemoryObserver) -> None:
         self._rows = {row.kind: row for row in plan.of_role(role) if row.keeper != NO_BUFFER}
         self._tags = {kind: [row.tag] for kind, row in self._rows.items() if kind != "optim"} | {"optim": []}
-        self._saver, self._observe, self._role = saver, observer, role
+        self._saver, self._observe, self.role = saver, observer, role
+        self.hand_over: HandOver | None = None
         self._keeper: StateKeeper | None = None
         self._savers_copies = Copies()
         self._counted, self._reported = [self._savers_copies], Copies()
@@ -96,33 +103,48 @@ class RoleRegions:
     @property
     def keeper_of_sleeping_state(self) -> StateKeeper | None:
         """Who has the sleeping optimizer state; None if it is awake or the saver keeps it."""
-        return self._keeper if self.is_asleep("optim") else None
+        if not self.is_asleep("optim"):
+            return None
+        self._settle()
+        return self._keeper
 
     def is_asleep(self, kind: str) -> bool:
         """Whether ``kind`` sleeps, all or, after a sleep or wake-up that failed, some of it."""
+        if kind == "optim" and self.hand_over is not None:
+            return self.hand_over.goes(self)
         return kind in self._rows and any(map(self._saver.is_asleep, self._tags[kind]))
 
     def start_saving(self) -> None:
         """Begin what of a coming sleep can overlap with other work: nothing changes the optimizer state until then."""
         if self._keeper is not None and not self.is_asleep("optim"):
+            self._settle()
             self._keeper.start_save()
 
     def will_change(self) -> None:
         """Whoever changes the awake optimizer state calls this first; it waits for copies like
         :meth:`wait_for_optimizer_state`."""
         if self._keeper is not None:
+            self._settle()
             self._keeper.invalidate()
 
     def wait_for_optimizer_state(self, *, main_params_only: bool = False) -> None:
         """Whoever reads the awake optimizer state calls this first: it may still be on its way back."""
         if self._keeper is not None:
+            if not main_params_only:
+                self._settle()
+            elif self.hand_over is not None:
+                self.hand_over.wait_for_pieces(self._keeper.main_pieces)
             self._keeper.wait(main_params_only=main_params_only)
 
     def sleep(self, kinds: Collection[str], *, backuper_bytes: Mapping[str, int]) -> None:
         """Release those of ``kinds`` that are awake. ``backuper_bytes``: kind -> what the backuper keeps for it."""
+        if "optim" in kinds:
+            self._settle()
         awake = [row for kind, row in self._rows.items() if kind in kinds and self._tags_that(kind, sleep=False)]
-        if awake:
+        if awake and self.hand_over is None:
             self._saver.wait_for_device()
+        elif awake:  # the hand-over found nothing queued when it began, and its own copies need not end for this
+            torch.cuda.current_stream().synchronize()
         if "optim" in kinds:
             self.start_saving()  # if nobody has: the copy runs while the other regions, which it does not read, go
         for row in sorted(awake, key=lambda row: row.kind == "optim"):
@@ -131,6 +153,8 @@ class RoleRegions:
     def wake_up(self, kinds: Collection[str], *, backuper_bytes: Mapping[str, int]) -> None:
         """Map those of ``kinds`` that are asleep. Raises MemoryError, with all of them still asleep, if one does not
         fit."""
+        if "optim" in kinds and self.is_asleep("optim"):
+            self._settle()
         asleep = [row for kind, row in self._rows.items() if kind in kinds and self.is_asleep(kind)]
         self._saver.check_room([tag for row in asleep for tag in self._tags_that(row.kind, sleep=True)])
         for row in sorted(asleep, key=lambda row: row.kind != "optim"):  # the others are mapped while its copy runs
@@ -147,6 +171,65 @@ class RoleRegions:
             sizes = {"released_bytes": 0, "backup_bytes": 0}
             self.record(kind, state="restored", flag=row.flag, keeper=row.keeper, seconds=seconds, **sizes)
 
+    # ---- pieces of an optimizer state that has a keeper of its own ---------------------------------------------------
+
+    @property
+    def has_keeper(self) -> bool:
+        return self._keeper is not None
+
+    def state_pieces(self, *, asleep: bool) -> list[int]:
+        """The numbers of those that sleep, or are awake."""
+        return [number for number, tag in enumerate(self._tags["optim"]) if self._saver.is_asleep(tag) == asleep]
+
+    def piece_bytes(self, piece: int) -> int:
+        """Device memory of one while it is awake."""
+        return self._saver.resident_bytes(self._tags["optim"][piece])
+
+    def start_saving_piece(self, piece: int) -> None:
+        """Begin to copy one to the keeper, unless that has a copy."""
+        assert self._keeper is not None
+        self._keeper.start_save(piece)
+
+    def release_piece(self, piece: int) -> RegionBytes:
+        """Let one go, once the keeper has it. Nothing may still work with it."""
+        assert self._keeper is not None
+        self._keeper.finish_save(piece)
+        return self._saver.sleep(self._tags["optim"][piece], wait=False)
+
+    def map_piece(self, piece: int) -> RegionBytes:
+        """Map one and begin to copy it back. Raises MemoryError if it does not fit."""
+        assert self._keeper is not None
+        sizes = self._saver.wake_up(self._tags["optim"][piece])
+        self._keeper.start_restore(piece)
+        return sizes
+
+    def wait_for_piece(self, piece: int) -> None:
+        """Block until one that was mapped is back."""
+        assert self._keeper is not None
+        self._keeper.wait_for(piece)
+
+    def drop_state(self) -> None:
+        """Release the awake pieces of a state that is kept and has not changed, whether they are back or not."""
+        assert self._keeper is not None
+        self._keeper.forget_reads()
+        for piece in self.state_pieces(asleep=False):
+            self._saver.sleep(self._tags["optim"][piece], wait=False)
+
+    @property
+    def turns(self) -> Turns:
+        """Who is awake when."""
+        return self._saver.turns
+
+    def wait_for_device(self) -> None:
+        """Block until all work queued on the device, which may use the regions, is done."""
+        self._saver.wait_for_device()
+
+    def _settle(self) -> None:
+        if self.hand_over is not None:
+            self.hand_over.settle()
+
+    # ---- all of a kind -----------------------------------------------------------------------------------------------
+
     def _tags_that(self, kind: str, *, sleep: bool) -> list[str]:
         return [tag for tag in self._tags[kind] if self._saver.is_asleep(tag) == sleep]
 
@@ -155,9 +238,8 @@ class RoleRegions:
         for number, tag in enumerate(self._tags[row.kind]):
             if self._saver.is_asleep(tag):
                 continue
-            if row.kind == "optim" and self._keeper is not None:
-                self._keeper.finish_save(number)
-            sizes += self._saver.sleep(tag, wait=False)
+            of_keeper = row.kind == "optim" and self._keeper is not None
+            sizes += self.release_piece(number) if of_keeper else self._saver.sleep(tag, wait=False)
         self._savers_copies.to_host += sizes.backup_bytes
         return sizes
 
@@ -166,9 +248,8 @@ class RoleRegions:
         for number, tag in enumerate(self._tags[row.kind]):
             if not self._saver.is_asleep(tag):
                 continue
-            sizes += self._saver.wake_up(tag)
-            if row.kind == "optim" and self._keeper is not None:
-                self._keeper.start_restore(number)
+            of_keeper = row.kind == "optim" and self._keeper is not None
+            sizes += self.map_piece(number) if of_keeper else self._saver.wake_up(tag)
         self._savers_copies.to_device += sizes.backup_bytes
         return sizes
 
@@ -177,9 +258,18 @@ class RoleRegions:
     ) -> None:
         start = time.perf_counter()
         sizes = action(row)
-        if not self._saver.sleeps:
-            return
-        backup_bytes = sizes.backup_bytes + backuper_bytes.get(row.kind, 0)
+        if self._saver.sleeps:
+            seconds = time.perf_counter() - start
+            self._record_sizes(row, state, sizes, seconds=seconds, backuper_bytes=backuper_bytes.get(row.kind, 0))
+
+    def record_state(self, state: str, sizes: RegionBytes, *, seconds: float) -> None:
+        """The optimizer state has fallen asleep, or has come, in a hand-over."""
+        self._record_sizes(self._rows["optim"], state, sizes, seconds=seconds)
+
+    def _record_sizes(
+        self, row: PlanRow, state: str, sizes: RegionBytes, *, seconds: float, backuper_bytes: int = 0
+    ) -> None:
+        backup_bytes = sizes.backup_bytes + backuper_bytes
         if row.kind == "optim" and self._keeper is not None:
             backup_bytes += self._keeper.host_bytes
         self.record(
@@ -189,7 +279,7 @@ class RoleRegions:
             keeper=row.keeper,
             released_bytes=sizes.released_bytes,
             backup_bytes=backup_bytes,
-            seconds=time.perf_counter() - start,
+            seconds=seconds,
         )
 
     def record(self, kind: str, **fields: Any) -> None:
@@ -200,4 +290,4 @@ class RoleRegions:
             "to_device_bytes": total.to_device - self._reported.to_device,
         }
         self._reported = total
-        self._observe({"role": self._role, "kind": kind, **fields, **copied})
+        self._observe({"role": self.role, "kind": kind, **fields, **copied})

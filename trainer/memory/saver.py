@@ -8,25 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import patches
 from trainer.config.schema import Config
+from trainer.memory.arena import RegionBytes
 from trainer.memory.scheduled import Scheduled
 from trainer.memory.turns import EverythingSleeps, Turns
 from trainer.plan.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class RegionBytes:
-    """What one region released and what of it the saver copied to host memory, in bytes."""
-
-    released_bytes: int
-    backup_bytes: int
-
-    def __add__(self, other: RegionBytes) -> RegionBytes:
-        return RegionBytes(self.released_bytes + other.released_bytes, self.backup_bytes + other.backup_bytes)
 
 
 class Saver(Protocol):
@@ -57,6 +46,10 @@ class Saver(Protocol):
 
     def is_asleep(self, tag: str) -> bool: ...
 
+    def resident_bytes(self, tag: str) -> int:
+        """Device memory of ``tag`` while it is awake."""
+        ...
+
     def check_room(self, tags: Sequence[str]) -> None:
         """Raise MemoryError if the device has too little free memory to wake all of ``tags``."""
         ...
@@ -85,6 +78,9 @@ class NullSaver:
 
     def is_asleep(self, tag: str) -> bool:
         return False
+
+    def resident_bytes(self, tag: str) -> int:
+        return 0
 
     def check_room(self, tags: Sequence[str]) -> None:
         pass
@@ -150,6 +146,9 @@ class MemorySaver:
         if self._poison:
             self._pools.fill_with_poison(tag)
         return sizes
+
+    def resident_bytes(self, tag: str) -> int:
+        return self._pools.resident_bytes(tag)
 
     def check_room(self, tags: Sequence[str]) -> None:
         self._pools.check_room(tags)

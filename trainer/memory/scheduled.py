@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from trainer.megatron.groups import max_over_ranks
+from trainer.memory.hand_over import HandOver
 from trainer.memory.turns import Result, Sleeper
 from trainer.plan.holdings import ENGINE
 from trainer.plan.schedule import Schedule, State
@@ -49,6 +51,8 @@ class Scheduled:
         self._reserves = {phase.name: phase.reserve_bytes for phase in (*schedule.phases, *schedule.occasional)}
         self._measured: dict[str, int] | None = {}  # by phase, until the first step has ended
         self._tight: set[str] = set()  # phases that have run out of memory
+        self._hand_over: HandOver | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hand-over")
 
     def add(self, sleeper: Sleeper) -> None:
         self._sleepers[sleeper.name] = sleeper
@@ -82,6 +86,7 @@ class Scheduled:
         return any(one.name == phase for one in self.schedule.phases)
 
     def begin(self, phase: str) -> None:
+        self._settle()
         self._phase = phase
         if not self._is_in_step(phase):
             return
@@ -89,7 +94,12 @@ class Scheduled:
         if phase == self.schedule.phases[0].name:
             self._correct()
         allowed = self.schedule.awake(phase)
-        self._put_to_sleep([name for name in self.awake if name not in allowed and "/weights/" not in name])
+        going = [name for name in self.awake if name not in allowed and "/weights/" not in name]
+        coming = self._coming(allowed) if any(self._has_keeper(name) for name in going) else None
+        if coming is None:
+            self._put_to_sleep(going)
+        else:
+            self._hand_to(coming, going)
         self._place_tags(self.schedule.resident_tags)
         for name in self._sizes:
             owner, _, kind = name.partition("/")
@@ -97,11 +107,51 @@ class Scheduled:
             if kind != "optim" or sleeper is None:
                 continue
             if state is State.GOES:
-                sleeper.start_saving()
+                sleeper.regions.start_saving()
             elif state in (State.COMES, State.STAYS) and sleeper.is_asleep(kind):
-                self._map(sleeper.fetch)
+                self._fetch(owner)
+
+    def _fetch(self, owner: str) -> None:
+        """Map the sleeping optimizer state and begin to copy it back, beside other work."""
+        self._map(lambda: self._sleepers[owner].regions.wake_up({"optim"}, backuper_bytes={}))
+
+    def _has_keeper(self, region: str) -> bool:
+        owner, _, kind = region.partition("/")
+        return kind == "optim" and owner in self._sleepers and self._sleepers[owner].regions.has_keeper
+
+    def _coming(self, allowed: Collection[str]) -> str | None:
+        """The role whose optimizer state sleeps and may be awake, if it is one alone and can come piece by piece."""
+        found = [name for name in allowed if self._has_keeper(name) and not self._is_awake(name)]
+        return found[0].partition("/")[0] if len(found) == 1 else None
+
+    def _hand_to(self, coming: str, going: Collection[str]) -> None:
+        """Let optimizer states among ``going`` leave while that of ``coming`` arrives, and the others leave: those that
+        nobody keeps before, so that there is room to begin with, what is copied beside it."""
+        regions = {region.name: region for region in self.schedule.regions}
+        states = [name for name in going if self._has_keeper(name)]
+        owners = [name.partition("/")[0] for name in states]
+        copied = [n for n in going if n not in states and regions[n].leave_bytes and n.partition("/")[0] in owners]
+        self._put_to_sleep([name for name in going if name not in (*states, *copied)])
+        lasting = self.schedule.awake_bytes(self._phase) - self._sizes[f"{coming}/optim"] + self._reserve()
+        later = sum(self._sizes[name] for name in copied)
+        self._sleepers[coming].regions.wait_for_device()
+        self._hand_over = HandOver(
+            [self._sleepers[owner].regions for owner in owners],
+            self._sleepers[coming].regions,
+            room_bytes=self.schedule.room_bytes - lasting - later,
+            retry=lambda: self._fetch(coming),
+        )
+        self._hand_over.start(self._thread)
+        self._put_to_sleep(copied)
+        self._hand_over.give_room(later)
+
+    def _settle(self) -> None:
+        if self._hand_over is not None:
+            hand_over, self._hand_over = self._hand_over, None
+            hand_over.settle()
 
     def end(self, phase: str) -> None:
+        self._settle()
         outside = self._outside_bytes() if self._measured is not None and self._is_in_step(phase) else None
         if outside is not None:
             assert self._measured is not None
@@ -164,6 +214,7 @@ class Scheduled:
 
     def _evict(self) -> str:
         """Let all sleep that nobody uses now, and plan for it -> what that was, in words."""
+        self._settle()
         going = self._idle()
         self._put_to_sleep(going)
         missing = sum(self._sizes[name] for name in going)

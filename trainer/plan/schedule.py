@@ -71,13 +71,18 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Move:
-    """One copy of a step: at the boundary before ``phase``, or ``beside`` its work."""
+    """One copy of a step: at the boundary before ``phase``, or ``beside`` its work.
+
+    ``swaps``: piece by piece beside the work of ``phase``, to make room for a region whose copy comes at the same time,
+    or into the room that another one makes.
+    """
 
     region: str
     phase: str
     to_host: bool
     size_bytes: int
     beside: bool
+    swaps: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from trainer.plan.schedule import Schedule
 
 def schedule_rows(schedule: Schedule) -> list[dict[str, Any]]:
     """One row per region and phase of the step: its state, its size, and what is copied out and back then (``beside``
-    the phase's work, or at the boundary before it)."""
+    the phase's work, or at the boundary before it; ``swaps``: piece by piece, both ways at once)."""
     rows = []
     for region in sorted(schedule.regions, key=lambda region: -region.size_bytes):
         for phase in schedule.phases:
@@ -28,6 +28,7 @@ def schedule_rows(schedule: Schedule) -> list[dict[str, Any]]:
                     "out_bytes": sum(m.size_bytes for m in moves if m.to_host),
                     "in_bytes": sum(m.size_bytes for m in moves if not m.to_host),
                     "beside": any(m.beside for m in moves),
+                    "swaps": any(m.swaps for m in moves),
                     "reserve_bytes": phase.reserve_bytes,
                     "room_bytes": schedule.room_bytes,
                 }

@@ -11,7 +11,7 @@ that may (the relaxed knapsack of Dantzig, 1957).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.plan.gaps import Gap, gaps_of
 from trainer.plan.schedule import LoopPhase, Move, Region, Schedule, State
@@ -23,7 +23,8 @@ def solve(regions: Sequence[Region], phases: Sequence[LoopPhase], *, room_bytes:
     """The schedule with the fewest copied bytes in a step.
 
     What room that leaves lets copies run beside a phase's work, to the keeper beside the first phase in which the
-    region could sleep, back beside the last; then it lets regions stay awake that nobody restores.
+    region could sleep, back beside the last; where one leaves and another comes at once, both do so beside the phase
+    that needs the other. Then it lets regions stay awake that nobody restores.
 
     Raises:
         ValueError: a phase does not fit although everything sleeps that it does not use; says what would help.
@@ -243,7 +244,16 @@ class _Table:
             elif not copy.to_host:
                 at = (at + 1) % len(self._step)
             moves.append((at, Move(region.name, self._step[at].name, copy.to_host, copy.size_bytes, beside)))
-        return [move for _, move in sorted(moves, key=lambda item: item[0])]
+        return self._swapped([move for _, move in sorted(moves, key=lambda item: item[0])])
+
+    def _swapped(self, moves: Sequence[Move]) -> list[Move]:
+        """Copies both ways at one boundary, of regions whose copies can run beside work, run beside the phase after
+        it."""
+        able = {region.name for region in self._regions if region.copies_beside_work}
+        at_boundary = [move for move in moves if move.region in able and not move.beside]
+        both = {m.phase for m in at_boundary if m.to_host} & {m.phase for m in at_boundary if not m.to_host}
+        swap = [move for move in at_boundary if move.phase in both]
+        return [replace(move, beside=True, swaps=True) if move in swap else move for move in moves]
 
     def let_stay(self, gaps: Sequence[Gap]) -> None:
         """Leave regions awake through those of ``gaps`` that have room, the largest first."""

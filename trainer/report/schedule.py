@@ -16,14 +16,18 @@ _NO_LIMIT_BYTES = 2**61  # room above it is a limit that nobody knows
 
 def schedule_table(rows: Sequence[Record]) -> Table:
     """``rows``: of :func:`trainer.plan.schedule_rows.schedule_rows`. What is awake, asleep and on its way, with the
-    bytes that are copied at the boundary before a phase, or beside its work (+)."""
+    bytes that are copied at the boundary before a phase, or beside its work (+; * while another region comes or
+    leaves)."""
     phases, regions = _names(rows)
     cells = {(row["region"], row["phase"]): row for row in rows}
     unit, size = byte_unit(max(row["size_bytes"] for row in rows))
 
+    def mark(row: Record) -> str:
+        return "*" if row["swaps"] else "+" if row["beside"] else ""
+
     def cell(row: Record) -> str:
         copies = [
-            f"{way} {row[key] / size:.2f}{'+' if row['beside'] else ''}"
+            f"{way} {row[key] / size:.2f}{mark(row)}"
             for way, key in (("out", "out_bytes"), ("in", "in_bytes"))
             if row[key]
         ]
@@ -37,7 +41,8 @@ def schedule_table(rows: Sequence[Record]) -> Table:
     room = rows[0]["room_bytes"]
     limit = "no limit known" if room > _NO_LIMIT_BYTES else f"{room / size:.2f} {unit}"
     return Table(
-        title=f"What sleeps when, in {unit} per rank (room: {limit}; out, in: copied before the phase, + beside it)",
+        title=f"What sleeps when, in {unit} per rank (room: {limit}; out, in: copied before the phase, + beside it, "
+        "* beside it in each other's place)",
         columns=("region", "size", *phases),
         rows=[
             (name, f"{cells[name, phases[0]]['size_bytes'] / size:.2f}", *(cell(cells[name, p]) for p in phases))

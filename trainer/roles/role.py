@@ -32,7 +32,11 @@ Result = TypeVar("Result")
 
 class Role:
     """Build it awake, then :meth:`wake_up` and :meth:`sleep`. ``kinds`` are buffer kinds of :mod:`trainer.plan`;
-    ``param`` brings ``rest`` along, since no forward pass works without both."""
+    ``param`` brings ``rest`` along, since no forward pass works without both.
+
+    Attributes:
+        regions: the memory that sleeps.
+    """
 
     def __init__(
         self,
@@ -50,7 +54,7 @@ class Role:
         self._saver, self._trains_alone = saver, config.world_size == 1
         self._computes_alone = config.parallel.model_ranks == config.parallel.expert == 1
         self._sleeps, self._trains = plan.sleeps, False
-        self._regions = regions = RoleRegions(name, plan=plan, saver=saver, observer=observer)
+        self.regions = regions = RoleRegions(name, plan=plan, saver=saver, observer=observer)
         self.model = RoleModel(
             name, config, plan=plan, regions=regions, arenas=arenas, vocab_size=vocab_size, seed=seed
         )
@@ -65,12 +69,12 @@ class Role:
         return self._weights.active_tag
 
     def is_asleep(self, kind: str) -> bool:
-        return self._regions.is_asleep(kind)
+        return self.regions.is_asleep(kind)
 
     def prepare_sleep(self) -> None:
         """Page-lock now what the first sleep would page-lock. A role that sleeps as soon as it is built has no use
         for it."""
-        self._regions.prepare_sleep()
+        self.regions.prepare_sleep()
 
     def sleep(self, *, kinds: Collection[str] = TRAINING) -> None:
         """Release the buffers of ``kinds`` (those asleep already stay so). Weights trained since the last backup are
@@ -90,7 +94,7 @@ class Role:
             self._weights.active_tag = None  # before the first region goes: a sleep may fail half-way
         if "grad" in kinds:
             self.model.drop_grads()
-        self._regions.sleep(kinds, backuper_bytes=self._weights.restored_bytes())
+        self.regions.sleep(kinds, backuper_bytes=self._weights.restored_bytes())
         if goes_to_sleep:
             self._weights.record_tags()
 
@@ -112,7 +116,7 @@ class Role:
         if "param" in kinds and self._weights.needs_main_params(tag):
             kinds = kinds | {"optim"}
         self._saver.turns.map(
-            self.name, kinds, lambda: self._regions.wake_up(kinds, backuper_bytes=self._weights.restored_bytes())
+            self.name, kinds, lambda: self.regions.wake_up(kinds, backuper_bytes=self._weights.restored_bytes())
         )
         if "param" in kinds and self._weights.active_tag != tag:
             self._weights.switch_to(tag)
@@ -126,15 +130,6 @@ class Role:
             yield
         finally:
             self._saver.turns.done(self)
-
-    def start_saving(self) -> None:
-        """Begin to copy the awake optimizer state to its keeper, beside other work; nothing to do if that is the
-        saver."""
-        self._regions.start_saving()
-
-    def fetch(self) -> None:
-        """Map the sleeping optimizer state and begin to copy it back, beside other work."""
-        self._regions.wake_up({"optim"}, backuper_bytes={})
 
     def place_tags(self, tags: Collection[str]) -> None:
         """Keep the copies of ``tags`` in GPU memory, and those of all others in host memory."""
@@ -154,10 +149,10 @@ class Role:
         What host memory holds of a sleeping role is read there, and only the rest wakes up.
         """
         self._refuse_in_training("readable")
-        held = HostCopies.of(self.name, self._weights, self._regions)
+        held = HostCopies.of(self.name, self._weights, self.regions)
         try:
             self.wake_up(kinds=held.absent_kinds)
-            yield held.shares(self.name, self.model, self._weights, self._regions)
+            yield held.shares(self.name, self.model, self._weights, self.regions)
         finally:
             self._saver.turns.done(self)
 
@@ -166,7 +161,7 @@ class Role:
         """The same of an awake role, to be filled inside, with ``tags`` as its further tags."""
         self._refuse_in_training("overwriting")
         self.require(TRAINING, tag=self.name)
-        self._regions.will_change()
+        self.regions.will_change()
         self._weights.add_tags(tags)
         yield awake_shares(self.model, self._weights)
         self._weights.changed()
@@ -194,7 +189,7 @@ class Role:
         self.require(FORWARD)
         if not self._saver.turns.keeps_awake:  # else it waits for the switch or the sleep that needs it
             self._weights.backup()
-            self._regions.start_saving()
+            self.regions.start_saving()
 
     def copy_to_tag(self, dst_tag: str) -> None:
         """Keep the current weights under ``dst_tag`` too (the reference model, once the warm-up has ended)."""
@@ -226,7 +221,7 @@ class Role:
         """
         self._refuse_in_training("load_weights")
         self.require(TRAINING, tag=self.name)
-        self._regions.will_change()
+        self.regions.will_change()
         self.model.load(weights)
         self._weights.changed()
         self._weights.backup()
@@ -239,7 +234,7 @@ class Role:
         """SHA-256 (hex) over the hashes of every model tensor and of the optimizer state of this rank, which are
         computed where those lie (:mod:`trainer.roles.digest`)."""
         self.require(TRAINING, tag=self.name)
-        self._regions.wait_for_optimizer_state()
+        self.regions.wait_for_optimizer_state()
         return self.model.digest()
 
     # ---- work --------------------------------------------------------------------------------------------------
@@ -280,7 +275,7 @@ class Role:
     def step(self) -> tuple[bool, float]:
         """Optimizer step on the gradients in the buffers -> (updated, gradient norm before clipping)."""
         self.require(TRAINING, tag=self.name)
-        self._regions.will_change()
+        self.regions.will_change()
         try:
             updated, grad_norm = self.model.step()
         except torch.OutOfMemoryError as error:  # some of the parameters have moved: no pass can be repeated
@@ -291,6 +286,6 @@ class Role:
     def restart_optimizer(self) -> None:
         """Forget Adam's moments and step count: the next step is the first one of an optimizer that was just built."""
         self.require(TRAINING, tag=self.name)
-        self._regions.will_change()
-        self._regions.wait_for_optimizer_state()
+        self.regions.will_change()
+        self.regions.wait_for_optimizer_state()
         self.model.restart_optimizer()
