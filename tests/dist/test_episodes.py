@@ -2,6 +2,9 @@
 
 import pytest
 
+from tests.helpers.checkpoint_worker import Case
+from tests.helpers.checkpoint_worker import run_cases as run_with_checkpoints
+from tests.helpers.checkpoints import assert_same_tensors, checkpoint_of
 from tests.helpers.composing import SMALL, config_of
 from tests.helpers.episodes_worker import play_a_step
 from tests.helpers.invariance import CASES, numbers, run_cases
@@ -62,3 +65,19 @@ def test_every_policy_computes_the_bits_of_offload_none_over_several_turns(extra
     assert last["rollout_log_prob_gap"] < 0.05
     for name in cases:
         assert numbers(results[name]) == numbers(results["none"]), name
+
+
+def test_a_resumed_run_of_several_turns_is_the_unbroken_one(tmp_path):
+    """An episode is drawn within a step, so a checkpoint need hold nothing of it."""
+    learns = ("algo.warmup_steps=30", "algo.warmup_lr=5e-3", "rollout.max_new_tokens=8", "reward=null")
+    saves = ("algo.num_steps=3", "checkpoint.every_steps=1", "checkpoint.keep_last=9")
+    given = (*SMALL, "task=calculator", "task.call_share=1", *learns, *saves)
+    unbroken = Case("unbroken", config_of(*given, "memory=rebuild"), tmp_path / "unbroken")
+    start = checkpoint_of(unbroken.directory, 1)
+    resumed = Case("resumed", config_of(*given, "memory=lean"), tmp_path / "resumed", start)
+    environment = worker_environment(platform="cpu", sleeps=True, threads_per_worker=1)
+    results = launch(run_with_checkpoints, [unbroken, resumed], nproc=1, log_dir=tmp_path, environment=environment)
+    expected = results["unbroken"]["metrics"]
+    assert max(record["episode/turns_max"] for record in expected[2:]) > 1
+    assert results["resumed"]["metrics"] == expected[2:]
+    assert_same_tensors(checkpoint_of(resumed.directory, 3), checkpoint_of(unbroken.directory, 3))
