@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.composing import config_of
-from trainer.bench.training import BenchTrainingConfig, check, training_tables
+from trainer.bench.training import BenchTrainingConfig, case_of, check, training_tables
 
 SMALL = (
     *("platform=cpu", "launch.threads_per_worker=1", "model.dtype=fp32", "model.hidden_size=64", "model.ffn_size=128"),
@@ -21,6 +21,10 @@ SMALL = (
 def odd_length(response, example):
     """A verifier that pays a random actor for about every other response."""
     return float(len(response) % 2)
+
+
+def settings(cases, steps, rooms=()):
+    return BenchTrainingConfig(cases=cases, rooms_gib=list(rooms), steps=steps, case_timeout_seconds=60)
 
 
 def record(*steps, peak=None):
@@ -73,7 +77,27 @@ def test_bars_are_those_of_what_is_resident_beside_its_peers():
 )
 def test_what_both_sides_cannot_do_alike_is_refused(cases, steps, overrides, message):
     with pytest.raises(ValueError, match=message):
-        check(BenchTrainingConfig(cases=cases, steps=steps, case_timeout_seconds=60), config_of(*overrides))
+        check(settings(cases, steps), config_of(*overrides))
+
+
+def test_room_is_a_size():
+    with pytest.raises(ValueError, match=r"bench\.rooms_gib=\[8\.0, -1\.0\]: must be GiB of GPU memory"):
+        check(settings(["lean"], 2, [8.0, -1.0]), config_of())
+    assert settings(["lean", "auto"], 2, [24.0, 0.5]).names == ["lean", "auto", "auto@24", "auto@0.5"]
+    assert case_of("auto@0.5")[1] == ("offload=auto", "launch.gpu_memory_gib=0.5")
+
+
+def test_seconds_that_sleeping_adds_are_those_beyond_the_step_in_which_nothing_sleeps():
+    def measured(wall):
+        return record(step(9.0, 1.0, 0.1, 9.5), step(1.0, 1.0, 0.1, wall))
+
+    walls = {"lean": 3.0, "resident": 1.0, "auto": 1.01, "auto@24": 2.5, "plain": 0.5}
+    times, _, bars = training_tables({name: measured(wall) for name, wall in walls.items()})
+    assert times.totals[1][::3] == ["beyond resident", "-", "-", "-", "-", "-"]
+    assert times.totals[1][1::3] == ["2.000", "-", "0.010", "1.500", "-"]
+    rows = {row[0]: tuple(row[1:]) for row in bars.rows}
+    assert rows["auto: seconds of resident's step"] == ("<= 1.02 x", "1.01 x", "yes")
+    assert rows["auto@24: seconds that lean adds to a step"] == ("<= 0.5 x", "0.75 x", "NO")
 
 
 def test_both_loops_do_the_same_work(tmp_path):
@@ -82,7 +106,7 @@ def test_both_loops_do_the_same_work(tmp_path):
     command = [sys.executable, "-m", "trainer.bench.training", *SMALL, f"task.path={questions}"]
     command += [
         "bench.steps=2",
-        "bench.cases=[lean,packed,plain]",
+        *("bench.cases=[lean,resident,packed,plain]", "bench.rooms_gib=[0.0018]"),
         "rollout=hf",
         f"hydra.run.dir={tmp_path / 'run'}",
     ]
@@ -104,4 +128,11 @@ def test_both_loops_do_the_same_work(tmp_path):
     for key in ("reward", "entropy", "response_tokens", "advantage_std", "return_mean"):
         assert plain[key] == pytest.approx(lean[key], rel=1e-5), key
     assert plain["tokens_per_second/train_actor"] > 0
-    assert "| train_actor |" in (tmp_path / "run" / "training.md").read_text()
+    table = (tmp_path / "run" / "training.md").read_text()
+    assert "| train_actor |" in table
+    assert "beyond resident" in table.partition("Seconds and rates")[0]
+    moved = [[step["moved_to_host_bytes"] for step in results[name]["steps"]] for name in ("resident", "auto@0.0018")]
+    assert moved[0] == [0, 0]
+    assert min(moved[1]) > 5 * 10**5
+    first = results["auto@0.0018"]["steps"][0]
+    assert {key: first[key] for key in shared} == {key: lean[key] for key in shared}

@@ -8,7 +8,7 @@ Later steps draw from weights that rounding has driven apart, which is why rates
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -46,8 +46,10 @@ CASES = {  # name -> (what it is, overrides, worker)
     ),
     "packed": ("Torpor, sequences back to back", ("offload=none", "training.packing=true"), run_torpor),
 }
+_ROOM = "@"  # auto@24: with room for 24 GiB
 _BAR_PHASES = ("ref_log_probs", "log_probs", "values", "train_critic", "train_actor")
 _BARS = {"plain": 0.8, "plain_liger": 1.05}  # peer -> at most so many times its seconds
+_MOST_WITH_ROOM, _MOST_EXPOSED = 1.02, 0.5  # auto's step beside resident's; seconds that it adds, beside lean's
 _SAME = (
     "response_tokens",
     "reward",
@@ -59,6 +61,7 @@ _SAME = (
     "critic/grad_norm",
 )
 Record = Mapping[str, Any]
+Worker = Callable[[TrainingJob], dict[str, Any]]
 
 
 @dataclass
@@ -66,8 +69,14 @@ class BenchTrainingConfig(Section):
     """The section ``bench``; its defaults lie in ``conf/bench_training.yaml``."""
 
     cases: List[str]  # noqa: UP006
+    rooms_gib: List[float]  # noqa: UP006
     steps: int
     case_timeout_seconds: int
+
+    @property
+    def names(self) -> list[str]:
+        """Of all cases: those asked for, and ``auto`` once more for each size of room."""
+        return [*self.cases, *(f"auto{_ROOM}{room:g}" for room in self.rooms_gib)]
 
 
 @dataclass
@@ -85,6 +94,8 @@ def check(bench: BenchTrainingConfig, config: Config) -> None:
             f"bench.cases={bench.cases}: must be some of {', '.join(CASES)}, and the first not plain or plain_liger, "
             "since it writes the weights that the others start from"
         )
+    if any(not room > 0 for room in bench.rooms_gib):
+        raise ValueError(f"bench.rooms_gib={bench.rooms_gib}: must be GiB of GPU memory, each above 0")
     if bench.steps < 2:
         raise ValueError(f"bench.steps={bench.steps}: must be at least 2, since the first is left out of the times")
     if config.algo.micro_batch_tokens == AUTO:
@@ -103,6 +114,15 @@ def check(bench: BenchTrainingConfig, config: Config) -> None:
                 f"the plain loop has a constant learning rate: use roles.{name}.optimizer.lr_schedule=constant and "
                 f"roles.{name}.optimizer.lr_warmup_steps=0"
             )
+
+
+def case_of(name: str) -> tuple[str, tuple[str, ...], Worker]:
+    """What a case is, its overrides, its worker."""
+    kind, _, room = name.partition(_ROOM)
+    meaning, overrides, worker = CASES[kind]
+    if room:
+        meaning, overrides = f"{meaning}, room for {room} GiB", (*overrides, f"launch.gpu_memory_gib={room}")
+    return meaning, overrides, worker
 
 
 def training_tables(records: Mapping[str, Record]) -> list[Table]:
@@ -127,6 +147,10 @@ def training_tables(records: Mapping[str, Record]) -> list[Table]:
             cells += values[: len(columns)]
         return cells
 
+    added = {name: seconds[name]["step"] - seconds["resident"]["step"] for name in _beside_resident(seconds)}
+    exposed = ["beyond resident"]
+    for name in records if added else ():
+        exposed += [text(added.get(name), ".3f"), *[UNKNOWN] * (len(columns) - 1)]
     header = [f"{name} {what}" for name in records for what in columns]
     peak = {name: record["gpu_peak_allocated_bytes"] for name, record in records.items()}
     first = [
@@ -136,8 +160,9 @@ def training_tables(records: Mapping[str, Record]) -> list[Table]:
     ]
     first.append(("GPU GiB at most", *(text(b if b is None else b / 2**30, ".1f") for b in peak.values())))
     bars = _bars(seconds, peak)
+    totals = [row("step"), *([exposed] if added else [])]
     return [
-        Table(title="A PPO step", columns=("phase", *header), rows=[row(p) for p in phases], totals=[row("step")]),
+        Table(title="A PPO step", columns=("phase", *header), rows=[row(p) for p in phases], totals=totals),
         Table(title="The same work: numbers of the first step", columns=("", *records), rows=first),
         *([bars_table(bars)] if bars else []),
     ]
@@ -153,7 +178,19 @@ def _bars(seconds: Mapping[str, Mapping[str, float]], peak: Mapping[str, int | N
             bars.append(ratio_bar(f"{phase}: seconds of {peer}", ours.get(phase), theirs, at_most=ratio))
     if "plain_liger" in peak:
         bars.append(ratio_bar("GPU memory of plain_liger", peak["resident"], peak["plain_liger"], at_most=1.05))
+    if "auto" in seconds:
+        step = seconds["auto"]["step"]
+        bars.append(ratio_bar("auto: seconds of resident's step", step, ours["step"], at_most=_MOST_WITH_ROOM))
+    for name in _beside_resident(seconds):
+        if _ROOM in name and "lean" in seconds:
+            added, of_lean = (max(seconds[one]["step"] - ours["step"], 0.0) for one in (name, "lean"))
+            bars.append(ratio_bar(f"{name}: seconds that lean adds to a step", added, of_lean, at_most=_MOST_EXPOSED))
     return bars
+
+
+def _beside_resident(names: Collection[str]) -> list[str]:
+    """The cases that do what ``resident`` does, but for what sleeps."""
+    return [name for name in names if name == "lean" or name.startswith("auto")] if "resident" in names else []
 
 
 def _medians(record: Record, prefix: str) -> dict[str, float]:
@@ -166,7 +203,7 @@ def run(bench: BenchTrainingConfig, configs: Mapping[str, Config], directory: Pa
     """Measure every case, write the results, and say whether all went well."""
     results: dict[str, Record] = {}
     for name, config in configs.items():
-        meaning, _, worker = CASES[name]
+        meaning, _, worker = case_of(name)
         console.print(f"{name}: {meaning}")
         job = TrainingJob(config, directory / WEIGHTS_FOLDER, bench.steps, bench.case_timeout_seconds)
         results[name] = run_workers(worker, job, name, directory, console)
@@ -186,10 +223,11 @@ def _document(tables: Sequence[Table], records: Mapping[str, Record]) -> str:
     facts = dict.fromkeys(
         f"- {r['platform']}, {', '.join(f'{k} {v}' for k, v in r['versions'].items())}" for r in records.values()
     )
-    meanings = [f"- `{name}`: {CASES[name][0]}" for name in records]
+    meanings = [f"- `{name}`: {case_of(name)[0]}" for name in records]
     notes = (
         "Seconds and rates are medians over the steps after the first. The seconds of `step` include what happens "
-        "between phases, its rates do not. Tokens are real ones, padding not counted; MFU counts what the model needs."
+        "between phases, its rates do not; beyond resident: less those of the step in which nothing sleeps. Tokens are "
+        "real ones, padding not counted; MFU counts what the model needs."
     )
     parts = [f"# {tables[0].title}", "\n".join(facts), tables[0].markdown(), notes, "\n".join(meanings)]
     further = [part for table in tables[1:] for part in (f"## {table.title}", table.markdown())]
@@ -202,7 +240,7 @@ def _hydra_job(composed: DictConfig) -> None:
         bench = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(BenchTrainingConfig), composed.bench))
         assert isinstance(bench, BenchTrainingConfig)
         check(bench, config_of(composed))
-        of_case = {name: [*overrides, *CASES[name][1]] for name in bench.cases}
+        of_case = {name: [*overrides, *case_of(name)[1]] for name in bench.names}
         return bench, {name: config_of(hydra.compose("bench_training", overrides=x)) for name, x in of_case.items()}
 
     run_job(prepare, lambda prepared, directory, console: run(*prepared, directory, console))
