@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from trainer.command import interrupts
 from trainer.command.hashes import restart_with_fixed_hashes
+from trainer.common import garbage
 
 if __name__ == "__main__":
     restart_with_fixed_hashes()
     interrupts.end_quietly_until_ready()
+    garbage.pause()
 
 import signal
 from contextlib import suppress
@@ -60,6 +62,7 @@ def _compare(sweep: Path) -> None:
 
 def main() -> None:
     """Entry point of ``python -m trainer`` and of the console script ``torpor``."""
+    garbage.pass_by_what_exists()
     refuse_bad_overrides()
     configuration.register()
     code = exits.code_of(hydra.main(config_path="pkg://conf", config_name="train", version_base="1.3")(hydra_job))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed
 
 from trainer.checkpoint import folder
+from trainer.common import garbage
 from trainer.config.identity import to_plain
 from trainer.config.pieces import make_correction, make_estimator, make_policy_loss, make_task
 from trainer.config.roles import role_specs
@@ -56,14 +57,15 @@ class Job:
 def run(job: Job) -> dict[str, Any]:
     """Train and return the last metrics record, of an earlier step than the config's last if the job was asked to stop;
     called by the launcher on every rank."""
-    patch_lines = platform.set_up(job.config)
-    platform.set_up_process_groups(job.config)
-    job = _as_on_node_0(job)
-    from trainer.checkpoint.state import Checkpoints  # imports megatron, which must come after the patches
-    from trainer.loop import Outputs, train
-    from trainer.measure.diagnostics import FOLDER, StepTraces
-    from trainer.measure.phases import Phases
-    from trainer.report import Progress, RunRecords, open_loggers, write_report
+    with garbage.paused():
+        patch_lines = platform.set_up(job.config)
+        platform.set_up_process_groups(job.config)
+        job = _as_on_node_0(job)
+        from trainer.checkpoint.state import Checkpoints  # imports megatron, which must come after the patches
+        from trainer.loop import Outputs, train
+        from trainer.measure.diagnostics import FOLDER, StepTraces
+        from trainer.measure.phases import Phases
+        from trainer.report import Progress, RunRecords, open_loggers, write_report
 
     is_writer = int(os.environ["RANK"]) == 0
     done = None if job.resume_from is None else folder.read(job.resume_from).step
@@ -83,7 +85,8 @@ def run(job: Job) -> dict[str, Any]:
         with phases.phase("build", step=done or 0):
             gpu_bytes = platform.device_memory_bytes(job.config)
             parts = build(job.config, phases, selection=job.selection, note=note)
-            pass_by_what_exists()
+            gc.collect()
+            garbage.pass_by_what_exists()
         note(
             f"kernels: {_of_roles(job.config, 'kernels')}; core attention: {_of_roles(job.config, 'attention_backend')}"
         )
@@ -129,13 +132,6 @@ def run(job: Job) -> dict[str, Any]:
         except Exception as error:  # the job has finished all the same: its records are whole
             print(f"no report: {type(error).__name__}: {error}", file=sys.stderr)
     return result
-
-
-def pass_by_what_exists() -> None:
-    """Let garbage collections look at later objects alone: one that looks at all of torch and megatron takes 100 ms and
-    more, in whatever phase it happens."""
-    gc.collect()
-    gc.freeze()
 
 
 def _as_on_node_0(job: Job) -> Job:

@@ -65,6 +65,8 @@ def test_rank_0_result_and_this_process_as_before(tmp_path, monkeypatch, capfd):
         "terminal": False,
         "hash_randomization": 0,  # PYTHONHASHSEED=0 came before the interpreter started, as LD_PRELOAD must
         "marker": "here",
+        "searches_garbage": True,
+        "passed_by": True,  # what importing the worker made is not searched
         "payload": {"a": 1},
     }
     assert process_state() == before

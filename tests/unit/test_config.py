@@ -85,10 +85,10 @@ def test_every_option_validates_and_its_values_arrive(group, option, jsonl, tmp_
         pytest.importorskip("reasoning_gym")
     LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2).save_pretrained(tmp_path)
     needs = [need.format(jsonl=jsonl, checkpoint=tmp_path) for need in NEEDS.get((group, option), [])]
-    config = config_of(override, *needs)
+    config, choices = config_and_choices_of(override, *needs)
 
     setting = override.removeprefix("+").partition("=")[0]
-    assert choices_of(override)[setting] == option
+    assert choices[setting] == option
     loaded = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"))
     content = {path: value for path, value in leaves(loaded) if path}
     content.pop("defaults", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 
 from trainer import worker
 from trainer.bench.measure import versions
+from trainer.common import garbage
 from trainer.config.schema import Config
 from trainer.megatron import platform
 
@@ -78,7 +80,8 @@ def _measure(job: TrainingJob, phases: Phases, ppo_step: Callable[[int], Mapping
     if is_gpu:
         torch.cuda.reset_peak_memory_stats()
     phases.end_step()
-    worker.pass_by_what_exists()
+    gc.collect()
+    garbage.pass_by_what_exists()
     for number in range(1, job.steps + 1):
         start = time.perf_counter()
         record = dict(ppo_step(number))

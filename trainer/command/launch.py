@@ -34,6 +34,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from trainer.checkpoint import preemption
 from trainer.command import process_state, rendezvous
 from trainer.command.nodes import Nodes
+from trainer.common import garbage
 
 # A rank that raised stays connected this long: its peers fail after it, not with it, and a peer whose sudden
 # death made it raise is seen by elastic, which looks every 0.1 s, before it is.
@@ -164,7 +165,8 @@ def _run_worker(pickled: bytes, log_dir: Path, stop_file: Path | None) -> bytes:
         os.dup2(2, 1)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
-        worker, payload = pickle.loads(pickled)  # here and not by elastic: what importing it prints is logged
+        with garbage.paused():
+            worker, payload = pickle.loads(pickled)  # here and not by elastic: what importing it prints is logged
         result = worker(payload)
         assert isinstance(result, dict), f"the worker returned {type(result).__name__}, not a dict"
         returned = pickle.dumps(result if os.environ["LOCAL_RANK"] == "0" else None)

@@ -6,9 +6,11 @@ A sweep (``-m memory=full,lean``) prints one table with a row per job.
 from __future__ import annotations
 
 from trainer.command.hashes import restart_with_fixed_hashes
+from trainer.common import garbage
 
 if __name__ == "__main__":
     restart_with_fixed_hashes()
+    garbage.pause()
 
 import atexit
 import functools
@@ -217,6 +219,7 @@ def _temporary_directory() -> str:
 
 
 def main() -> None:
+    garbage.pass_by_what_exists()
     refuse_bad_overrides()
     configuration.register()
     ConfigStore.instance().store(name="plan_schema", node=PlanRoot)
