@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
+from omegaconf import open_dict, read_write
 
 import conf
 from trainer.config import compose as configuration
@@ -63,12 +64,15 @@ def footprint_of(config: Config, *, vocab_size: int, stage: int | None = None) -
     return footprint(config, vocab_size=vocab_size, engine=engine, stage=stage)
 
 
-def choices_of(*overrides: str) -> dict[str, str]:
-    """The option that each group of the command came to."""
+def choices_and_config_of(*overrides: str) -> tuple[dict[str, str], Config]:
+    """The option that each group of the command came to, and its validated Config, composed once."""
     configuration.register()
     with initialize_config_module("conf", version_base="1.3"):
         composed = compose("train", overrides=list(overrides), return_hydra_config=True)
-    return dict(composed.hydra.runtime.choices)
+    choices = dict(composed.hydra.runtime.choices)
+    with read_write(composed), open_dict(composed):
+        del composed["hydra"]  # as Hydra does for the job
+    return choices, configuration.to_config(composed)
 
 
 def error_of(*overrides: str) -> str:

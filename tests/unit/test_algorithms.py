@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.helpers.checkpoints import save
-from tests.helpers.composing import choices_of, config_of, error_of, footprint_of, suggested
+from tests.helpers.composing import choices_and_config_of, config_of, error_of, footprint_of, suggested
 from trainer.checkpoint import folder
 from trainer.plan import make_plan
 from trainer.plan.footprint import plan_rows
@@ -15,7 +15,7 @@ ALGORITHMS = {"ppo": "gae", "grpo": "grpo", "rloo": "rloo", "reinforce_pp": "rei
 
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_an_algorithm_alone_brings_its_estimator_and_its_roles(algo):
-    chosen, config = choices_of(f"algo={algo}"), config_of(f"algo={algo}")
+    chosen, config = choices_and_config_of(f"algo={algo}")
     assert chosen["advantages"] == ALGORITHMS[algo]
     roles = ["actor", "critic"] if algo == "ppo" else ["actor"]
     assert list(config.roles) == roles

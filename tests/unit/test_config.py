@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import LlamaConfig
 
-from tests.helpers.composing import CONF, GROUPS, choices_of, composed, config_of
+from tests.helpers.composing import CONF, GROUPS, choices_and_config_of, composed, config_of
 from trainer.config.identity import config_hash, to_plain
 from trainer.config.marks import Mark
 from trainer.config.schema import Config, MemoryConfig
@@ -78,6 +78,18 @@ def test_every_group_is_in_the_defaults_list_and_in_the_help():
     assert set(GROUPS) <= {line.split()[0] for line in lines if line.startswith("  ")}
 
 
+def choices_in(group: str, name: str) -> dict[str, str]:
+    """What the defaults list of an option says of other groups."""
+    content = yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) or {}
+    wanted = {}
+    for entry in content.get("defaults", []):
+        if isinstance(entry, dict):
+            for key, value in entry.items():
+                choice, _, package = key.removeprefix("override ").removeprefix("/").partition("@_global_.")
+                wanted[f"{choice}@{package}" if package not in ("", choice) else choice] = value
+    return wanted
+
+
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_validates_and_its_values_arrive(group, option, jsonl, tmp_path):
     override = ROLE_OPTIONS.get((group, option), f"{group}={option}")
@@ -85,10 +97,12 @@ def test_every_option_validates_and_its_values_arrive(group, option, jsonl, tmp_
         pytest.importorskip("reasoning_gym")
     LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2).save_pretrained(tmp_path)
     needs = [need.format(jsonl=jsonl, checkpoint=tmp_path) for need in NEEDS.get((group, option), [])]
-    config, choices = config_and_choices_of(override, *needs)
+    chosen, config = choices_and_config_of(override, *needs)
 
     setting = override.removeprefix("+").partition("=")[0]
-    assert choices[setting] == option
+    assert chosen[setting] == option
+    wanted = choices_in(group, option) if group in ("experiment", "debug", "algo") else {}
+    assert {key: chosen[key] for key in wanted} == wanted
     loaded = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"))
     content = {path: value for path, value in leaves(loaded) if path}
     content.pop("defaults", None)
@@ -102,21 +116,6 @@ def test_every_option_validates_and_its_values_arrive(group, option, jsonl, tmp_
             assert found[path] == value, path
 
 
-@pytest.mark.parametrize(
-    ("group", "name"), [(group, name) for group in ("experiment", "debug", "algo") for name in GROUPS[group]]
-)
-def test_what_an_experiment_or_algorithm_chooses_is_chosen(group, name):
-    content = yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) or {}
-    wanted = {}
-    for entry in content.get("defaults", []):
-        if isinstance(entry, dict):
-            for key, value in entry.items():
-                choice, _, package = key.removeprefix("override ").removeprefix("/").partition("@_global_.")
-                wanted[f"{choice}@{package}" if package not in ("", choice) else choice] = value
-    chosen = choices_of(f"{group}={name}")
-    assert {key: chosen[key] for key in wanted} == wanted
-
-
 def test_an_experiment_file_of_the_user_overrides_groups_of_everything(tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
@@ -128,7 +127,7 @@ def test_an_experiment_file_of_the_user_overrides_groups_of_everything(tmp_path)
         "algo: {num_steps: 7}\n"
     )
     overrides = ["experiment=mine", f"hydra.searchpath=[file://{tmp_path}]"]
-    chosen, config = choices_of(*overrides), config_of(*overrides)
+    chosen, config = choices_and_config_of(*overrides)
     assert (chosen["memory"], chosen["model"], chosen["model@roles.critic.model"]) == ("rebuild", "small", "tiny")
     assert config.memory.roles["critic"].restore_params_from == "main_params"
     assert config.algo.num_steps == 7

@@ -58,7 +58,6 @@ def test_the_switch_of_the_backuper_says_what_replaced_it(plus, key):
     assert hint is not None
     assert "no switch for the weights backuper any more" in hint
     assert "memory=rebuild" in hint
-    assert config_of("memory=rebuild").memory.roles["actor"].restore_params_from == "main_params"
 
 
 @pytest.mark.parametrize("key", ["roles.actor.optimizer.", "optimizer.", "roles.critic.ddp.", ""])
