@@ -1,7 +1,7 @@
 """Collectives over the parallel groups.
 
-Ranks that hold one model together (tensor and pipeline parallel) work on the same sequences; data-parallel ranks on
-different ones.
+Ranks that hold one model together (tensor and pipeline parallel) work on the same sequences, and so do context-parallel
+ranks, each of which holds all weights and computes a part of every sequence; data-parallel ranks on different ones.
 """
 
 from __future__ import annotations
@@ -40,6 +40,22 @@ def tensor_parallel_group() -> distributed.ProcessGroup:
     from megatron.core import parallel_state
 
     return parallel_state.get_tensor_model_parallel_group()  # type: ignore[return-value]
+
+
+def context_parallel_group() -> distributed.ProcessGroup:
+    """Of the ranks that hold the same weights and share sequences."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_group()  # type: ignore[return-value]
+
+
+def sequence_group() -> distributed.ProcessGroup:
+    """Of the ranks that have a part of every sequence between attention layers."""
+    from megatron.core import parallel_state
+
+    if context_parallel_group().size() == 1:
+        return tensor_parallel_group()
+    return parallel_state.get_tensor_and_context_parallel_group()  # type: ignore[return-value]
 
 
 def expert_group() -> distributed.ProcessGroup:
@@ -83,14 +99,15 @@ def tensors_from_last_stage(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Te
 
 
 def agreed(value: Any) -> Any:
-    """What the first of the ranks that hold one model together passes (pickled). Collective over these."""
-    return _broadcast(value, _model_parallel_group(), source=0)
+    """What the first of the ranks that work on the same sequences passes (pickled). Collective over these."""
+    return _broadcast(_broadcast(value, _model_parallel_group(), source=0), context_parallel_group(), source=0)
 
 
 def asked_once(ask: Callable[[], Result]) -> Result:
-    """What ``ask`` gives on the first of the ranks that hold one model together (pickled); on others it is not called.
-    Collective over these."""
-    return agreed(ask() if _model_parallel_group().rank() == 0 else None)
+    """What ``ask`` gives on the first of the ranks that work on the same sequences (pickled); on others it is not
+    called. Collective over these."""
+    is_first = _model_parallel_group().rank() == context_parallel_group().rank() == 0
+    return agreed(ask() if is_first else None)
 
 
 def _broadcast(value: Any, group: Any, *, source: int) -> Any:
@@ -137,9 +154,18 @@ def least_of_all_ranks(value: int) -> int:
 
 def gathered(value: Any) -> list[Any]:
     """What each data-parallel rank passes (pickled), in their order. Collective."""
-    values: list[Any] = [value] * data_parallel_size()
-    if data_parallel_size() > 1:
-        distributed.all_gather_object(values, value, group=data_parallel_group())
+    return _gathered(value, data_parallel_group())
+
+
+def gathered_of_shares(value: Any) -> list[Any]:
+    """What each context-parallel rank passes (pickled), in their order. Collective over these."""
+    return _gathered(value, context_parallel_group())
+
+
+def _gathered(value: Any, group: distributed.ProcessGroup) -> list[Any]:
+    values: list[Any] = [value] * group.size()
+    if group.size() > 1:
+        distributed.all_gather_object(values, value, group=group)
     return values
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from trainer.megatron.groups import context_parallel_group
 from trainer.megatron.sharding import Chunk
 
 
@@ -49,13 +50,13 @@ def run_passes(
         return output, partial(on_output, number, chunks[-1].module)
 
     iterators = [iter(range(len(inputs))) for _ in chunks]
-    rows, length = inputs[0].tokens.shape
+    rows, own_length = inputs[0].tokens.shape
     reported = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=list(chunks),  # type: ignore[arg-type]
         num_microbatches=len(inputs),
-        seq_length=length,
+        seq_length=own_length * context_parallel_group().size(),
         micro_batch_size=rows,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,

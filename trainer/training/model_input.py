@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainer.data.batch import Sequences
+from trainer.megatron.context_parallel import chunks_of_a_sequence, context_cut, with_other_ranks
+from trainer.megatron.groups import tensor_parallel_group
 from trainer.megatron.heads import log_probs_and_entropy
 from trainer.megatron.packing import PackedSequences
 
@@ -25,24 +27,27 @@ class Packing:
     """Of sequences in one row [1, t].
 
     Attributes:
-        columns: the place in n * s of every packed token, in order.
+        columns: the place in n * w of every packed token, in order; w are the columns of a sequence, with what makes
+            them a number that ranks can share.
         sequence_of: [t], the number of each token's sequence; n for padding.
+        width: w.
     """
 
     sequences: PackedSequences
     columns: Tensor
     sequence_of: Tensor
+    width: int
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """n sequences of s columns.
+    """n sequences of s columns, or this rank's part of each, where ranks share sequences.
 
     Attributes:
         tokens: [b, t], what the model is called with.
         positions: [b, t].
         shape: (n, s).
-        places: [m], of every response token in n * (s-1), in that order.
+        places: [m], of every response token in n * (s-1), in that order; of a part, those that it predicts.
         rows: [m], the place in b * t that predicts each of them.
         targets: [m], these tokens.
         packing: how sequences lie in one row, b = 1; None: each is a row.
@@ -55,6 +60,16 @@ class ModelInput:
     rows: Tensor
     targets: Tensor
     packing: Packing | None = None
+
+    @classmethod
+    def of(cls, batch: Sequences, *, packs: bool) -> ModelInput:
+        """As this rank's model takes ``batch``: packed or padded, or, where ranks share sequences, its part of either.
+        Waits for the device."""
+        tensor_parallel = tensor_parallel_group().size()  # sequence parallel: each rank takes equally many columns
+        if chunks_of_a_sequence() > 1:
+            lengths = batch.lengths() if packs else torch.full_like(batch.lengths(), batch.tokens.shape[1])
+            return cls._in_one_row(batch, lengths, multiple=tensor_parallel)
+        return (cls.packed if packs else cls.padded)(batch, multiple=tensor_parallel)
 
     @classmethod
     def padded(cls, batch: Sequences, *, multiple: int) -> ModelInput:
@@ -77,23 +92,44 @@ class ModelInput:
     def packed(cls, batch: Sequences, *, multiple: int) -> ModelInput:
         """The real tokens of all sequences in one row, up to and with the last response token of each (nothing of those
         that have none), and padding up to a ``multiple``, which is one sequence more. Waits for the device."""
-        n, columns = batch.tokens.shape
-        lengths = batch.lengths()
-        is_packed = torch.arange(columns, device=lengths.device) < lengths[:, None]
-        columns_of = is_packed.flatten().nonzero().squeeze(1)
-        extra = -len(columns_of) % multiple if len(columns_of) else multiple
-        sizes = [*filter(None, lengths.tolist()), *([extra] if extra else [])]
-        sequences = PackedSequences.of(tuple(sizes), device=lengths.device)
+        return cls._in_one_row(batch, batch.lengths(), multiple=multiple)
+
+    @classmethod
+    def _in_one_row(cls, batch: Sequences, lengths: Tensor, *, multiple: int) -> ModelInput:
+        """The first ``lengths`` [n] tokens of the sequences, each padded so that it can be cut, or this rank's chunks
+        of them; padding makes the row of every rank a ``multiple``."""
+        (n, columns), chunks, device = batch.tokens.shape, chunks_of_a_sequence(), lengths.device
+        tokens = functional.pad(batch.tokens, (0, -columns % chunks))
+        width = tokens.shape[1]
+        padded = (lengths + chunks - 1) // chunks * chunks
+        in_row = (torch.arange(width, device=device) < padded[:, None]).flatten().nonzero().squeeze(1)
+        extra = -len(in_row) % (multiple * chunks) if len(in_row) else multiple * chunks
+        sizes = (*filter(None, padded.tolist()), *([extra] if extra else []))
+        sequence_of = torch.where(in_row % width < batch.lengths()[in_row // width], in_row // width, n)
+        tokens_in_row = functional.pad(tokens.flatten()[in_row], (0, extra))
+        sequence_of = functional.pad(sequence_of, (0, extra), value=n)
         places = batch.response_mask.flatten().nonzero().squeeze(1)
         sequence, column = places // (columns - 1), places % (columns - 1)
+        rows = (padded.cumsum(0) - padded)[sequence] + column
+        targets = batch.tokens[:, 1:].flatten()[places]
+        cut = context_cut(sizes)
+        if cut is not None:
+            own = cut.places.to(device)
+            number = torch.full((sum(sizes),), -1, device=device).index_copy(
+                0, own, torch.arange(len(own), device=device)
+            )
+            is_own = number[rows] >= 0
+            places, rows, targets = places[is_own], number[rows[is_own]], targets[is_own]
+            tokens_in_row, sequence_of, in_row = tokens_in_row[own], sequence_of[own], in_row[own[own < len(in_row)]]
+        sequences = PackedSequences.of(sizes, device=device, cut=cut)
         return cls(
-            tokens=functional.pad(batch.tokens.flatten()[columns_of], (0, extra))[None],
+            tokens=tokens_in_row[None],
             positions=sequences.positions[None],
             shape=(n, columns),
             places=places,
-            rows=(lengths.cumsum(0) - lengths)[sequence] + column,
-            targets=batch.tokens[:, 1:].flatten()[places],
-            packing=Packing(sequences, columns_of, functional.pad(columns_of // columns, (0, extra), value=n)),
+            rows=rows,
+            targets=targets,
+            packing=Packing(sequences, in_row, sequence_of, width),
         )
 
     @property
@@ -102,18 +138,20 @@ class ModelInput:
         return {} if self.packing is None else {"packed_seq_params": self.packing.sequences}
 
     def by_response_token(self, numbers: Tensor) -> Tensor:
-        """[m], one of each response token -> [n, s-1], zero elsewhere."""
+        """[m], one of each response token -> [n, s-1], zero elsewhere. Collective where ranks share sequences: each
+        gets what all have found."""
         n, columns = self.shape
-        return numbers.new_zeros(n * (columns - 1)).index_copy(0, self.places, numbers).view(n, columns - 1)
+        whole = numbers.new_zeros(n * (columns - 1)).index_copy(0, self.places, numbers)
+        return with_other_ranks(whole).view(n, columns - 1)
 
     def by_column(self, output: Tensor) -> Tensor:
-        """[b, t] -> [n, s], zero where nothing was packed."""
+        """[b, t] -> [n, s], zero where nothing was packed. Collective where ranks share sequences, as above."""
+        n, columns = self.shape
         if self.packing is not None:
-            n, columns = self.shape
-            places = self.packing.columns
-            whole = output.new_zeros(n * columns).index_copy(0, places, output[0, : len(places)])
-            return whole.view(n, columns)
-        return output[:, : self.shape[1]]
+            places, width = self.packing.columns, self.packing.width
+            whole = output.new_zeros(n * width).index_copy(0, places, output[0, : len(places)])
+            output = with_other_ranks(whole).view(n, width)
+        return output[:, :columns]
 
 
 class Reader(Protocol):

@@ -3,8 +3,8 @@
 Losses are sums over tokens (or sequences) with their count; Megatron divides the summed gradients by the count over
 all micro-batches and ranks, so no split changes a mean.
 
-Ranks that hold the model together pass the same batch and get the same results. Logits stay split among tensor-parallel
-ranks; outputs exist on the last pipeline stage, which hands what was read off them to the others.
+Ranks that hold the model together, or share sequences, pass the same batch and get the same results. Logits stay split
+among tensor-parallel ranks; outputs exist on the last pipeline stage, which hands what was read off them to the others.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from trainer.algo.masked import masked_sum, zero_padding
 from trainer.algo.policy_losses import PolicyLoss
 from trainer.config.schema import AlgoConfig
 from trainer.data.batch import Experience, Sequences, SequencesT
+from trainer.megatron.context_parallel import counted_once
 from trainer.megatron.groups import (
     from_last_stage,
     is_last_stage,
     largest_over_ranks,
     sum_over_ranks,
-    tensor_parallel_group,
     tensors_from_last_stage,
 )
 from trainer.megatron.moe import LoadBalance
@@ -62,9 +62,7 @@ class Loss(Generic[SequencesT]):
 
 def _inputs(batches: Sequence[Sequences], split: Split) -> list[ModelInput]:
     """What the model is given of each micro-batch."""
-    multiple = tensor_parallel_group().size()  # sequence parallel: each rank takes an equal part of the columns
-    arranged = ModelInput.packed if split.packs else ModelInput.padded
-    return [arranged(batch, multiple=multiple) for batch in batches]
+    return [ModelInput.of(batch, packs=split.packs) for batch in batches]
 
 
 def _forward(role: Role, batch: Sequences, read: Reader, *, split: Split) -> tuple[Tensor, ...]:
@@ -122,7 +120,7 @@ def _train_minibatch(role: Role, batch: SequencesT, loss: Loss[SequencesT], *, s
     def on_output(number: int, gpt: GPTModel, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         numerator, count, stats = loss.compute(batches[number], *loss.read(gpt, inputs[number], output))
         reports.append({**stats, "loss_sum": numerator.detach().clone(), "loss_count": count})
-        return numerator, count.int(), {}
+        return numerator, counted_once(count.int()), {}
 
     def around(number: int) -> AbstractContextManager[None]:
         if not is_mixture:
