@@ -150,20 +150,21 @@ LAYOUTS = {
     "tp": ("parallel.tp=2",),
     "pp": ("parallel.pp=2",),
     "vpp": ("parallel.pp=2", "parallel.vpp=2"),
+    "cp": ("parallel.cp=2",),
     "plain": PLAIN,
 }
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_another_layout_and_another_optimizer_hold_the_same(dtype, tmp_path):
-    """From data to tensor to pipeline parallel ranks to interleaved chunks to another optimizer and back, and to a
-    single rank."""
+    """From data to tensor to pipeline parallel ranks to interleaved chunks to context parallel ranks to another
+    optimizer and back, and to a single rank."""
     common = (*RUN, *SHARED, f"model.dtype={dtype}")
     shared = {name: config_of(*common, "launch.nproc=2", *layout) for name, layout in LAYOUTS.items()}
     two = Case("two", shared["dp"], tmp_path / "two")
     saved = last = checkpoint_of(two.directory, 2)
     chain = []
-    for name in ("tp", "pp", "vpp", "plain", "dp"):
+    for name in ("tp", "pp", "vpp", "cp", "plain", "dp"):
         chain.append(Case(name, shared[name], tmp_path / name, last, copy_only=True))
         last = checkpoint_of(tmp_path / name, 2)
     launch_cases([two, *chain], nproc=2, log_dir=tmp_path / "logs2")
@@ -184,7 +185,7 @@ def test_another_layout_and_another_optimizer_hold_the_same(dtype, tmp_path):
 def test_resumed_is_unbroken_where_ranks_share_the_model(tmp_path):
     """The second rank's shares and parts too; tags shared and saving in the background."""
     cases = []
-    for name in ("tp", "vpp"):
+    for name in ("tp", "vpp", "cp"):
         config = config_of(*RUN, *SHARED, "algo.warmup_steps=4", "offload=train", "launch.nproc=2", *LAYOUTS[name])
         cases.append(Case(name, config, tmp_path / name))
         memory = dataclasses.replace(config.memory, tags="sharded")

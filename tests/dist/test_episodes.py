@@ -36,8 +36,10 @@ def test_data_parallel_ranks_draw_what_one_rank_draws(alone, tmp_path):
     assert [rank["few"] for rank in pair["ranks"]] == [only["few"], []]  # one example: nothing is left for rank 1
 
 
-def test_ranks_that_share_a_model_ask_the_environment_once(alone, tmp_path):
-    pair = step_of(tmp_path, "parallel.tp=2", nproc=2)
+@pytest.mark.parametrize("shared", ["tp", "cp"])
+def test_ranks_that_share_sequences_ask_the_environment_once(shared, alone, tmp_path):
+    """Context parallel ranks draw half of the responses each; of one response, the second draws none."""
+    pair = step_of(tmp_path, f"parallel.{shared}=2", nproc=2)
     first, second = pair["ranks"]
     assert first["rows"] == second["rows"]
     assert first["few"] == second["few"] == alone["ranks"][0]["few"]

@@ -71,6 +71,19 @@ def test_tags_shared_by_the_ranks_restore_the_same_bits(nproc, tmp_path):
         assert numbers(results[name]) == numbers(results["none"]), name
 
 
+def test_ranks_that_share_sequences_keep_the_bits_too(tmp_path):
+    """Packed and computed again in the backward pass, under every policy and every schedule's smallest room."""
+    cases = {name: CASES[name] for name in ("none", "full", "no_grads", "lean", "rebuild", "packed", "disk")}
+    cases["sharded"] = (*CASES["lean"], "memory.tags=sharded")
+    cases |= {name: case for name, case in scheduled_cases(nproc=2).items() if "the largest phase" in name}
+    extra = ("training.recompute=full", "training.packing=true", "algo.micro_batch_tokens=64")
+    results = run_cases(cases, nproc=2, log_dir=tmp_path, extra=("parallel.cp=2", *extra))
+    assert results["none"]["metrics"][-1]["actor/grad_norm"] > 0
+    for name in cases:
+        assert results[name]["slept"] == (name != "none")
+        assert numbers(results[name]) == numbers(results["none"]), name
+
+
 def test_copies_that_come_as_late_as_they_may_change_nothing(tmp_path):
     """On a GPU an optimizer state comes back while the forward pass runs; nobody may read it before waiting for it."""
     cases = {name: CASES[name] for name in ("none", "lean", "rebuild")}

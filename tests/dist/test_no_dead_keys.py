@@ -1,4 +1,5 @@
-"""Every setting under ``algo``, its pieces, ``rollout`` and ``optimizer`` reaches the numbers of a run."""
+"""Every setting under ``algo``, its pieces, ``rollout`` and ``optimizer`` reaches the numbers of a run, those under
+``parallel`` none."""
 
 import dataclasses
 
@@ -11,7 +12,14 @@ from trainer.algo.mismatch import ImportanceWeights
 from trainer.algo.policy_losses import Cispo, Gspo, Ppo, Sapo
 from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
-from trainer.config.schema import AlgoConfig, KlConfig, OverlongConfig, RolloutConfig, SharedOptimizerConfig
+from trainer.config.schema import (
+    AlgoConfig,
+    KlConfig,
+    OverlongConfig,
+    ParallelConfig,
+    RolloutConfig,
+    SharedOptimizerConfig,
+)
 
 # Two steps of a model that has learned enough to end some answers and get some right.
 BASE = (
@@ -122,6 +130,7 @@ FLIPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "rollout.engine": ("native", ()),
     "rollout.max_new_tokens": ("3", ()),
 }
+LAYOUT = ("tp", "pp", "vpp", "cp", "expert")
 INVISIBLE = {
     "algo.old_log_probs": "where they come from changes no bit (tests/unit/test_needless_passes.py)",
     "algo.micro_batch_size": "splits the work of a rank; no split may change a mean (tests/unit/test_step.py)",
@@ -129,6 +138,7 @@ INVISIBLE = {
     "rollout.max_prompt_tokens": "a limit: longer prompts are refused (tests/unit/test_rollout.py)",
     "rollout.kv_cache_gib": "how many rows are decoded at once changes none of them (tests/unit/test_native_engine.py)",
     "rollout.compile": "the same numbers, faster",
+    **{f"parallel.{name}": "shared work gives the same numbers (tests/dist/test_parallel.py)" for name in LAYOUT},
     "rollout.batch_invariant": "the bits of a response do not depend on its batch (tests/unit/test_native_engine.py)",
 }
 
@@ -144,7 +154,7 @@ def overrides_of(leaf):
 
 def leaves():
     sections = {"algo": AlgoConfig, "algo.kl": KlConfig, "rollout": RolloutConfig, "optimizer": SharedOptimizerConfig}
-    sections |= {"algo.overlong": OverlongConfig}
+    sections |= {"algo.overlong": OverlongConfig, "parallel": ParallelConfig}
     sections |= {name: piece for pieces in PIECES.values() for name, piece in pieces.items()}
     return {
         f"{section}.{field.name}"

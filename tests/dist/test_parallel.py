@@ -1,4 +1,5 @@
-"""Tensor, pipeline and virtual pipeline parallelism compute what one rank computes, and sleeping changes no bit."""
+"""Tensor, pipeline, virtual pipeline and context parallelism compute what one rank computes, and sleeping changes no
+bit."""
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from trainer.command.launch import launch
 from trainer.command.launch_environment import worker_environment
 
 TP, PP, VPP = ("parallel.tp=2",), ("parallel.pp=2",), ("parallel.pp=2", "parallel.vpp=2")
+CP = ("parallel.cp=2",)
 TIED = ("model.tie_embeddings=true", "model.qk_norm=false", "model.qkv_bias=true")
 PLAIN = tuple(f"roles.{role}.ddp.use_distributed_optimizer=false" for role in ("actor", "critic"))
 MOE = (
@@ -32,6 +34,9 @@ LAYOUTS = {
         "tp_ep_moe_plain": (*TP, *MOE, "parallel.expert=2", *PLAIN),
         "tp_moe_plain": (*TP, *MOE, *PLAIN),
         "vpp_moe": (*VPP, *MOE, "training.recompute=full"),
+        "cp": CP,
+        "cp_tied_recompute": (*CP, *TIED, "training.recompute=full"),
+        "cp_ep_moe_plain": (*CP, *MOE, "parallel.expert=2", "training.recompute=selective", *PLAIN),
     },
     4: {
         "tp_vpp": (*TP, *VPP),
@@ -42,6 +47,10 @@ LAYOUTS = {
         "tp4_ep_moe": ("parallel.tp=4", *MOE, "parallel.expert=2"),
         "dp_tp_moe_overlap": (*TP, *MOE, *OVERLAP),
         "dp_vpp_ep_moe": (*VPP, *MOE, "parallel.expert=2", "algo.micro_batch_size=1"),
+        "tp_cp_moe": (*TP, *CP, *MOE),
+        "cp4": ("parallel.cp=4",),
+        "dp_cp": (*CP, *OVERLAP),
+        "vpp_cp_tied": (*VPP, *CP, *TIED),
     },
 }
 SHARED = [name for ranks in (2, 4) for name in LAYOUTS[ranks]]
@@ -57,11 +66,16 @@ POLICIES = {
 RUNS = {
     1: {},
     2: {"tp": TP, "vpp": VPP, "tp_moe": (*TP, *MOE), "vpp_moe": (*VPP, *MOE)},
-    4: {"tp_pp": (*TP, *PP), "dp_pp": (*PP, "model.tie_embeddings=true")},
+    4: {"tp_pp": (*TP, *PP), "dp_pp": (*PP, "model.tie_embeddings=true"), "dp_cp": (*CP, *MOE, "parallel.expert=4")},
 }
 SLEEPERS = {2: {"tp": (*TP, *MOE), "vpp": (*VPP, *MOE, "model.layers=4")}}
 # Tags are shared where several ranks hold the same.
-POLICIES_OF = {"dp_pp": ("none", "sharded"), "tp_moe": ("none", "rebuild", "sharded"), "vpp_moe": ("none", "lean")}
+POLICIES_OF = {
+    "dp_pp": ("none", "sharded"),
+    "dp_cp": ("none", "sharded"),
+    "tp_moe": ("none", "rebuild", "sharded"),
+    "vpp_moe": ("none", "lean"),
+}
 
 
 def policies_of(layout):

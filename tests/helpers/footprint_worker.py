@@ -58,6 +58,7 @@ SHARED_CASES: dict[str, tuple[str, ...]] = {
     "tp_mixtral": ("parallel.tp=2", "memory.tags=sharded", *EXPERTS, *ODD),
     "tp_no_distributed_mixtral": ("parallel.tp=2", *NO_DISTRIBUTED, *EXPERTS, *ODD),
     "tp_expert_mixtral": ("parallel.tp=2", "parallel.expert=2", *EXPERTS, *ODD, "model.num_experts=6"),
+    "cp": ("parallel.cp=2", "memory.tags=sharded", *EVEN),
     "vpp_mixtral": ("parallel.pp=2", "parallel.vpp=2", *EXPERTS, *ODD, "model.layers=4"),
 }
 ENGINE_CASES = ("lean", "tied", "qkv_bias", "qk_norm", "fp32", "mixtral", "qwen3_moe")

@@ -44,10 +44,18 @@ def test_tensor_parallel_sizes_that_fit_are_listed():
         assert "parallel.tp=2 does not divide" in refused(*wrong.split(), "parallel.tp=2", "launch.nproc=2")
 
 
-def test_context_parallelism_is_refused_with_the_reason():
-    message = refused("parallel.cp=2", "launch.nproc=2")
-    assert "parallel.cp=2: only parallel.cp=1 is supported, since" in message
-    assert "needs Transformer Engine's attention" in message
+def test_ranks_that_share_sequences_need_a_chunk_for_each_and_another_attention_than_te():
+    short = ("rollout.max_prompt_tokens=4", "rollout.max_new_tokens=3")
+    message = refused(*short, "parallel.cp=4", "launch.nproc=4")
+    assert "parallel.cp=4 cuts every sequence into 8 chunks" in message
+    assert "has 7 tokens" in message
+    assert accepted(*short, *suggested(message), "launch.nproc=3").parallel.cp == 3
+    assert "parallel.cp=0: must be between 1 and 1000" in refused("parallel.cp=0")
+    for setting in ("kernels", "attention_backend"):
+        message = refused(f"roles.critic.model.{setting}=te", "parallel.cp=2", "launch.nproc=2")
+        assert f"roles.critic.model.{setting}=te with parallel.cp=2" in message
+        assert accepted(*suggested(message)[:1], "parallel.cp=2", "launch.nproc=4").data_parallel_size == 2
+    assert accepted("parallel.cp=2", "parallel.tp=2", "launch.nproc=8").weight_copies == 4
 
 
 def test_pipelines_that_fit_the_layers_are_listed():

@@ -7,9 +7,9 @@
     tokenizer/   the run's tokenizer, a Hugging Face folder
 
 Random draws are keyed by (seed, purpose, step, rank), so no generator state is kept. Names and shapes are those of the
-whole model (:mod:`.pieces`), so a checkpoint can be loaded under other tensor, pipeline, data and expert parallel
-sizes, with or without the distributed optimizer, and under any memory policy. Saving blocks the run while one role at a
-time is written; with ``checkpoint.async_save`` it blocks while all of them are copied to host memory. DCP's
+whole model (:mod:`.pieces`), so a checkpoint can be loaded under other tensor, pipeline, context, data and expert
+parallel sizes, with or without the distributed optimizer, and under any memory policy. Saving blocks the run while one
+role at a time is written; with ``checkpoint.async_save`` it blocks while all of them are copied to host memory. DCP's
 ``async_save`` would need all roles awake at once and copy what other ranks write; here each rank copies what is its own
 to write, role by role, and a thread hands the copies to DCP.
 """

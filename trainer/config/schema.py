@@ -69,8 +69,8 @@ __all__ = [
 @dataclass
 class ParallelConfig(Section):
     """Ranks that hold one model together: ``tp`` share every layer (and, between layers, the sequence), ``pp`` have a
-    stage of layers each, cut into ``vpp`` chunks that take turns. ``cp``: ranks per sequence. ``expert``: ranks of a
-    stage, tensor and data parallel alike, over which the experts of a layer are spread."""
+    stage of layers each, cut into ``vpp`` chunks that take turns. ``cp``: ranks that hold the same and share every
+    sequence. ``expert``: ranks of a stage, of whatever kind, over which the experts of a layer are spread."""
 
     tp: Annotated[int, Limits(1, 1000)]
     pp: Annotated[int, Limits(1, 1000)]
@@ -251,6 +251,12 @@ class Config(Section):
     @property
     def data_parallel_size(self) -> int:
         return self.world_size // self.parallel.model_ranks
+
+    @property
+    def weight_copies(self) -> int:
+        """Ranks that hold the same weights: data and context parallel ones. They sum their gradients and share the
+        state of a distributed optimizer, and in a rollout each draws responses of its own."""
+        return self.data_parallel_size * self.parallel.cp
 
 
 @dataclass

@@ -68,6 +68,7 @@ def transformer_config(model: ModelConfig, *, parallel: ParallelConfig, recomput
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tp,
         sequence_parallel=parallel.tp > 1,
+        context_parallel_size=parallel.cp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         # Interleaved chunks with batched sends and receives give wrong gradients, without an error.

@@ -5,8 +5,9 @@ in it is ours: logits, top-k and weights are those of transformers, and no split
 load-balancing loss. Experts have global names (``mlp.experts.5``) wherever they lie.
 
 An expert lies whole on its rank: every ``parallel.expert`` ranks that follow each other in a pipeline stage, be they
-tensor or data parallel, hold the stage's experts once (Megatron's expert tensor parallel size is 1). Between attention
-layers each tensor-parallel rank has its own part of every sequence, so all ranks of a stage send other tokens.
+tensor, context or data parallel, hold the stage's experts once (Megatron's expert tensor parallel size is 1). Between
+attention layers each tensor- and context-parallel rank has its own part of every sequence, so all ranks of a stage send
+other tokens.
 
 Simplified: every layer has experts, which run one after the other; no shared experts.
 """
@@ -30,7 +31,7 @@ from torch.nn import functional
 
 from trainer.algo.masked import divide_or_zero
 from trainer.config.schema import ModelConfig
-from trainer.megatron.groups import expert_group, pipeline_group, tensor_parallel_group
+from trainer.megatron.groups import expert_group, pipeline_group, sequence_group, tensor_parallel_group
 
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.)\d+(?=\.)")
 
@@ -136,9 +137,8 @@ class Router(nn.Module):
         elif sequences is not None and not torch.is_grad_enabled():
             self._recomputed.append(sequences)
         if sequences is not None:
-            group = tensor_parallel_group()
             losses = load_balancing_loss(
-                probabilities, is_chosen, is_real=sequences.is_real, members=sequences.members, group=group
+                probabilities, is_chosen, is_real=sequences.is_real, members=sequences.members, group=sequence_group()
             )
             aux_loss = (losses * sequences.weights).sum()
             if not is_again:

@@ -77,6 +77,7 @@ def set_up_parallel_groups(parallel: ParallelConfig) -> None:
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,  # an expert lies whole on its rank
         create_gloo_process_groups=False,

@@ -16,7 +16,9 @@ A mixture has its MLP once for each expert of a token, and the token before and 
 at a time is there whole. Beside them are the ends of the model (last norm, head, and what log-probs are made with,
 see :mod:`trainer.algo.log_probs`), or the gradients of one MLP, whichever is more. Tensor-parallel ranks share all of
 it but the hidden states that meet the output layer. An earlier pipeline stage keeps as many more micro-batches as
-stages follow. The tests compare this with the tensors of real passes, within 10 %.
+stages follow. Context-parallel ranks share all of it, and one layer at a time works with the keys and values of all, as
+they were gathered and as chunks see them, and with the gradients of both. The tests compare this with the tensors of
+real passes, within 10 %.
 
 Simplified: on the CPU attention keeps its scores, which are not counted.
 """
@@ -80,10 +82,11 @@ def training_bytes(config: Config, role: str, *, tokens: int, vocab_size: int, s
         "selective": (layer.attention, layer.mlp),
         "full": (ITEM_BYTES[model.dtype] * model.hidden_size, layer.whole),
     }[config.training.recompute]
+    gathered, tokens = _gathered_bytes(config, role, tokens), divide_up(tokens, parallel.cp)
     layers, in_flight = model.layers // parallel.pp, parallel.pp - stage
     if parallel.vpp > 1:  # of Megatron's interleaved schedule: chunks in flight over those of the stage
         in_flight = 1 + (2 * (parallel.pp - stage - 1) + 1) / parallel.vpp
-    working = tokens * (again + layer.gradients) // parallel.tp
+    working = tokens * again // parallel.tp + max(tokens * layer.gradients // parallel.tp, 2 * gathered)
     if stage == parallel.pp - 1:  # the ends have gone when the last layer's backward pass begins
         ends = tokens * _end_bytes(config, role) // parallel.tp + _head_bytes(config, role, tokens, vocab_size)
         working = max(working, ends)
@@ -94,11 +97,23 @@ def forward_bytes(config: Config, role: str, *, tokens: int, vocab_size: int, st
     """At the peak of a forward pass without a backward pass: the tensors of an MLP, an attention or the head; of a
     mixture too many, since its experts run one after the other."""
     model, parallel, layer = config.roles[role].model, config.parallel, layer_bytes(config.roles[role].model)
-    hidden = ITEM_BYTES[model.dtype] * model.hidden_size
-    working = tokens * (max(layer.attention - 2 * _norm_bytes(model), layer.mlp) + 4 * hidden) // parallel.tp
+    hidden, gathered = ITEM_BYTES[model.dtype] * model.hidden_size, _gathered_bytes(config, role, tokens)
+    tokens = divide_up(tokens, parallel.cp)
+    attention = tokens * (layer.attention - 2 * _norm_bytes(model)) // parallel.tp + gathered
+    working = max(attention, tokens * layer.mlp // parallel.tp) + tokens * 4 * hidden // parallel.tp
     if stage == parallel.pp - 1:
         working = max(working, tokens * 4 * hidden + _head_bytes(config, role, tokens, vocab_size))
     return working
+
+
+def _gathered_bytes(config: Config, role: str, tokens: int) -> int:
+    """Keys and values of a micro-batch's ``tokens`` where ranks share sequences: gathered, and once more in the order
+    of the chunks that see them, of which a rank's two see 2 cp + 1 of 2 cp together."""
+    model, cp = config.roles[role].model, config.parallel.cp
+    if cp == 1:
+        return 0
+    keys_and_values = 2 * model.kv_heads * model.head_dim * ITEM_BYTES[model.dtype] // config.parallel.tp
+    return tokens * keys_and_values * (4 * cp + 1) // (2 * cp)
 
 
 def longest_sequence(config: Config) -> int:

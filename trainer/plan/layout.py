@@ -192,7 +192,7 @@ def buffers_of(
     """One buffer per dtype for what tensor-parallel ranks hold together, and one for experts.
 
     Args:
-        stage_ranks: of one pipeline stage, tensor times data parallel.
+        stage_ranks: of one pipeline stage, tensor times context times data parallel.
     """
     buffers = []
     for dtype, of_experts in dict.fromkeys((parameter.dtype, parameter.in_expert_buffer) for parameter in found):

@@ -38,7 +38,7 @@ def with_micro_batch_tokens(config: Config, *, vocab_size: int, engine: EngineBy
             f"algo.micro_batch_tokens=auto: training on one sequence of rollout.max_prompt_tokens + "
             f"rollout.max_new_tokens = {least} tokens needs {needed_bytes(least) / GIB:.2f} GiB of GPU memory, and "
             f"launch.gpu_memory_gib={config.launch.gpu_memory_gib:g} leaves {room / GIB:.2f}. Use shorter "
-            f"sequences{more} or more ranks (parallel.tp)"
+            f"sequences{more} or more ranks (parallel.tp, parallel.cp)"
         )
     while least < most:
         middle = (least + most + 1) // 2

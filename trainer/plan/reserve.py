@@ -16,11 +16,13 @@ _COMMUNICATOR_BYTES = 560 * MIB
 
 
 def lasting_bytes(config: Config) -> int:
-    """What CUDA and communicators take, of which each way to share a model has one, and torch's own group."""
+    """What CUDA and communicators take, of which each way to share work has one, and torch's own group; context
+    parallelism two, of those who share sequences and of all who sum their gradients."""
     if config.platform.name == "cpu":
         return 0
     parallel = config.parallel
-    ways = (config.world_size, config.data_parallel_size, parallel.tp, parallel.pp, parallel.expert)
+    dp, cp = config.data_parallel_size, parallel.cp
+    ways = (config.world_size, dp, parallel.tp, parallel.pp, parallel.expert, cp, config.weight_copies if cp > 1 else 1)
     return _CUDA_BYTES + _COMMUNICATOR_BYTES * sum(ranks > 1 for ranks in ways)
 
 

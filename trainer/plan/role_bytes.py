@@ -99,7 +99,7 @@ def ranks_that_share_tags(config: Config) -> tuple[int, int]:
     """(of the actor's parameters, of its experts): so many ranks hold the same, and share a tag if tags are shared."""
     of_experts = config.world_size // config.parallel.pp // config.parallel.expert
     is_mixture = config.roles["actor"].model.num_experts is not None
-    return config.data_parallel_size, of_experts if is_mixture else config.data_parallel_size
+    return config.weight_copies, of_experts if is_mixture else config.weight_copies
 
 
 def _undistributed_optimizer_bytes(buffer: Buffer) -> int:

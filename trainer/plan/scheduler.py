@@ -74,7 +74,7 @@ def _check_fit(
         f"the phase {phase.name} needs {needed / GIB:.2f} GiB of GPU memory per rank ({', '.join(parts)}, activations "
         f"and the like {beside_bytes(phase) / GIB:.2f}), and there are {room_bytes / GIB:.2f}: "
         f"{(needed - room_bytes) / GIB:.2f} GiB are missing although everything else sleeps. Use more ranks "
-        "(launch.nproc, parallel.tp, parallel.pp), smaller micro-batches (algo.micro_batch_size, "
+        "(launch.nproc, parallel.tp, parallel.pp, parallel.cp), smaller micro-batches (algo.micro_batch_size, "
         "algo.micro_batch_tokens), training.recompute=full or a smaller model, or raise launch.gpu_memory_gib if the "
         "GPU has more"
     )

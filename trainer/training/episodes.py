@@ -10,10 +10,11 @@ Simplified: every turn computes the keys and values of what was said before anew
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from trainer.config.schema import Config
 from trainer.data.batch import RolloutBatch
 from trainer.data.prompts import Prompts
 from trainer.data.rewards import Payer
-from trainer.megatron.groups import agreed, asked_once, max_over_ranks
+from trainer.megatron.groups import agreed, asked_once, context_parallel_group, gathered_of_shares, max_over_ranks
 from trainer.rollout.base import Responses, RolloutEngine
 from trainer.tasks.base import Example, Reply, ResponseInfo
 
@@ -98,13 +99,15 @@ def play(
     rewards, limited, earlier = [0.0] * len(examples), list[int](), list[tuple[int, int, float]]()
     going, whole, tally = list(range(len(examples))), None, Tally(episodes=len(examples))
     for turn in range(most):
-        drawn = engine.generate(
+        drawn = _drawn(
+            engine,
             [context[row] for row in going],
-            seed=seed_for(seed, "turn", step=turn) if turn else seed,
             numbers=[numbers[row] for row in going],
+            pad=prompts.pad,
+            seed=seed_for(seed, "turn", step=turn) if turn else seed,
             greedy=greedy,
         )
-        drawn = agreed_responses(drawn) if config.parallel.model_ranks > 1 else drawn
+        drawn = agreed_responses(drawn) if config.parallel.tp * config.parallel.pp > 1 else drawn
         whole = drawn if whole is None else _with_turn(whole, drawn, going, pad=prompts.pad)
         for row, text in zip(going, drawn.texts, strict=True):
             said[row].append(text)
@@ -132,12 +135,38 @@ def play(
     return Episodes(whole, rewards, turn_rewards, tally + Tally(limited=len(limited)))
 
 
+def _drawn(
+    engine: RolloutEngine, prompts: Sequence[list[int]], *, numbers: Sequence[int], pad: int, **how: Any
+) -> Responses:
+    """A response to each prompt. Ranks that share sequences hold all weights each, so every one of them draws a part of
+    the responses, and gets those of the others. Collective over these."""
+    rank, ranks = context_parallel_group().rank(), context_parallel_group().size()
+    own = engine.generate(list(prompts[rank::ranks]), numbers=numbers[rank::ranks], **how)
+    if ranks == 1:
+        return own
+    parts = gathered_of_shares(_on_host(own))
+    columns = max(part["tokens"].shape[1] for part in parts)
+    order = [row // ranks + sum(len(part["texts"]) for part in parts[: row % ranks]) for row in range(len(prompts))]
+
+    def whole(name: str) -> Any:
+        values = [part[name] for part in parts]
+        if name == "texts":
+            return [list(itertools.chain(*values))[row] for row in order]
+        fill = pad if name == "tokens" else 0
+        wide = [functional.pad(v, (0, columns - v.shape[1]), value=fill) if v.dim() == 2 else v for v in values]
+        return torch.cat(wide)[order]
+
+    return Responses(**{name: whole(name) for name in parts[0]})
+
+
 def agreed_responses(responses: Responses) -> Responses:
-    """The responses, of which every rank that holds a part of the model has drawn the same; where a kernel is not
+    """The responses, of which every rank that works on these sequences has drawn the same; where a kernel is not
     deterministic, those of the first of these ranks. Collective over these."""
-    values = {field.name: getattr(responses, field.name) for field in dataclasses.fields(responses)}
-    on_host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
-    return Responses(**agreed(on_host))
+    return Responses(**agreed(_on_host(responses)))
+
+
+def _on_host(responses: Responses) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in vars(responses).items()}
 
 
 def _with_turn(whole: Responses, drawn: Responses, rows: Sequence[int], *, pad: int) -> Responses:

@@ -14,7 +14,7 @@ def check_batch_sizes(config: Config) -> None:
     if algo.prompts_per_step % dp:
         raise ValueError(
             f"algo.prompts_per_step={algo.prompts_per_step} is no multiple of the data-parallel size {dp} "
-            f"(launch.nnodes * launch.nproc / parallel.tp / parallel.pp): use "
+            f"(launch.nnodes * launch.nproc / parallel.tp / parallel.pp / parallel.cp): use "
             f"algo.prompts_per_step={round_up(algo.prompts_per_step, dp)}"
         )
     samples = algo.prompts_per_step * algo.responses_per_prompt

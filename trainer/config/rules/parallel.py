@@ -10,12 +10,26 @@ from trainer.config.schema import Config, ModelConfig
 
 
 def check_context_parallel(config: Config) -> None:
-    if config.parallel.cp != 1:
+    """Each sequence is cut into 2 * ``parallel.cp`` chunks; the attention that knows of others is torch's."""
+    cp, rollout = config.parallel.cp, config.rollout
+    if cp == 1:
+        return
+    length = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if 2 * cp > length:
         raise ValueError(
-            f"parallel.cp={config.parallel.cp}: only parallel.cp=1 is supported, since Megatron's context parallelism "
-            "needs Transformer Engine's attention, and the plain one here sees the part of a sequence that its own "
-            "rank holds. Use parallel.tp, which shares sequences between the layers too"
+            f"parallel.cp={cp} cuts every sequence into {2 * cp} chunks, and the longest, rollout.max_prompt_tokens + "
+            f"rollout.max_new_tokens, has {length} tokens: use parallel.cp={max(1, length // 2)} or less, or longer "
+            "sequences"
         )
+    for role, role_config in config.roles.items():
+        for setting, instead in (("attention_backend", "sdpa"), ("kernels", "torch")):
+            if getattr(role_config.model, setting) == "te":
+                raise ValueError(
+                    f"roles.{role}.model.{setting}=te with parallel.cp={cp}: Transformer Engine cuts sequences among "
+                    f"ranks otherwise than it is done here. Use model.{setting}={instead}"
+                    + (" or liger" if setting == "kernels" else "")
+                    + ", or parallel.cp=1"
+                )
 
 
 def check_world_size(config: Config) -> None:
@@ -96,7 +110,7 @@ def check_pipeline_micro_batches(config: Config) -> None:
 
 def check_expert_parallel(config: Config) -> None:
     """``parallel.expert`` divides the experts of every mixture, and the ranks of a pipeline stage."""
-    size, ranks = config.parallel.expert, config.parallel.tp * config.data_parallel_size
+    size, ranks = config.parallel.expert, config.world_size // config.parallel.pp
     counts = {role: settings.model.num_experts for role, settings in config.roles.items() if settings.model.num_experts}
     if size > 1 and not counts:
         raise ValueError(

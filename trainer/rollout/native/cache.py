@@ -58,12 +58,12 @@ def of_run(config: Config) -> KvCache:
         ValueError: ``rollout.kv_cache_gib`` is too small for one row.
     """
     model, rollout, parallel = config.roles["actor"].model, config.rollout, config.parallel
-    largest_call = config.algo.prompts_per_step * config.algo.responses_per_prompt // config.data_parallel_size
+    responses = config.algo.prompts_per_step * config.algo.responses_per_prompt
     return cache_of(
         model,
         row_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         response_tokens=rollout.max_new_tokens,
-        rows=INVARIANT_ROWS if rollout.batch_invariant else min(max(1, largest_call), MOST_ROWS),
+        rows=INVARIANT_ROWS if rollout.batch_invariant else min(divide_up(responses, config.weight_copies), MOST_ROWS),
         page_tokens=page_tokens(
             cuda=config.platform.name == "cuda",
             dtype=model.dtype,
@@ -136,7 +136,7 @@ def planned(config: Config, *, vocab_size: int) -> EngineBytes:
     """The region of the cache, and on a GPU that of what the graphs of decoding steps need in between."""
     model, cache = config.roles["actor"].model, of_run(config)
     sizes = {"kv": (cache.size_bytes, f"{cache.rows} rows of {cache.row_tokens} tokens at once")}
-    if config.platform.name == "cuda" and config.parallel.model_ranks == 1:
+    if config.platform.name == "cuda" and config.parallel.tp == config.parallel.pp == 1:
         sizes["graphs"] = (cache.rows * _step_bytes(model, vocab_size=vocab_size), "estimated")
     holdings = tuple(
         Holding(

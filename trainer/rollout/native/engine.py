@@ -3,7 +3,8 @@
 The engine has no weights. It decodes with the actor's chunks, so the actor must be awake; what is its own, the keys and
 values above all, lies in the saver region ``engine/kv``. Every sleep loses it: no rollout needs it from an earlier one.
 
-Ranks that hold a model together make the same decisions, since they see the same tokens. Where experts are spread over
+Ranks that hold a model together make the same decisions, since they see the same tokens. Data- and context-parallel
+ranks decode other rows each. Where experts are spread over
 data-parallel ranks, these compute in step: as many rows and steps as the one that has most (:mod:`.lockstep`).
 """
 
