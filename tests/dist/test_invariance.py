@@ -110,10 +110,12 @@ def test_whatever_the_schedule_lets_sleep_nothing_changes(nproc, tmp_path):
         assert phases <= moving[f"{keeper}, room for the largest phase"]
 
 
-def test_a_pass_without_memory_is_repeated_once_others_have_made_room(tmp_path):
-    cases = {name: case for name, case in scheduled_cases(nproc=1).items() if "everything" in name}
-    base = run_cases({"none": CASES["none"]}, nproc=1, log_dir=tmp_path / "none")["none"]
-    for name, found in run_cases(cases, nproc=1, log_dir=tmp_path / "auto", fault="out_of_memory").items():
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_pass_without_memory_is_repeated_once_others_have_made_room(nproc, tmp_path):
+    """With two ranks one alone has no memory, in a pass of training before gradients are reduced."""
+    cases = {name: case for name, case in scheduled_cases(nproc=nproc).items() if "everything" in name}
+    base = run_cases({"none": CASES["none"]}, nproc=nproc, log_dir=tmp_path / "none")["none"]
+    for name, found in run_cases(cases, nproc=nproc, log_dir=tmp_path / "auto", fault="out_of_memory").items():
         assert numbers(found) == numbers(base), name
         said = [note.partition(" ran out of GPU memory: ")[::2] for note in found["notes"]]
         assert [phase for phase, _ in said] == ["the phase values", "the phase train_critic"], name
@@ -137,6 +139,14 @@ def test_a_warm_up_that_is_not_finite_ends_the_run(tmp_path):
     expected = "warm_up, its step 1: the loss of every minibatch is NaN or infinite. .*: the weights .* of the actor"
     with pytest.raises(WorkerError, match=expected):
         run_cases({"lean": CASES["lean"]}, nproc=2, log_dir=tmp_path, fault="nan_weights")
+
+
+def test_a_rank_without_memory_ends_the_run_where_gradients_are_reduced_during_the_passes(tmp_path):
+    """The others are in the middle of a reduction then."""
+    extra = ("roles.actor.ddp.overlap_grad_reduce=true", "roles.critic.ddp.overlap_grad_reduce=true")
+    case = {name: case for name, case in scheduled_cases(nproc=2).items() if name == "lean, room for everything"}
+    with pytest.raises(WorkerError, match="OutOfMemoryError: made up"):
+        run_cases(case, nproc=2, log_dir=tmp_path, fault="out_of_memory", extra=extra)
 
 
 def test_a_launched_pair_gives_the_same_records(tmp_path):

@@ -133,15 +133,24 @@ def _late_copies() -> Iterator[None]:
 
 @contextmanager
 def _out_of_memory() -> Iterator[None]:
-    """The third forward-only pass and the third of training find no memory, when they have done their work."""
+    """The third forward-only pass and the third of training find no memory on the last rank: the one when it has done
+    its work, the other at the loss of its last micro-batch."""
     from trainer.roles import model
 
     original, calls = model.run_passes, {True: 0, False: 0}
+    is_short = distributed.get_rank() == distributed.get_world_size() - 1
 
-    def run_passes(*arguments: Any, forward_only: bool, **options: Any) -> Any:
-        result = original(*arguments, forward_only=forward_only, **options)
+    def run_passes(chunks: Any, inputs: Any, on_output: Any, *, forward_only: bool, **options: Any) -> Any:
         calls[forward_only] += 1
-        if calls[forward_only] == 3:
+        is_due = is_short and calls[forward_only] == 3
+
+        def short(number: int, *arguments: Any, **more: Any) -> Any:
+            if is_due and not forward_only and number == len(inputs) - 1:
+                raise torch.OutOfMemoryError("made up")
+            return on_output(number, *arguments, **more)
+
+        result = original(chunks, inputs, short, forward_only=forward_only, **options)
+        if is_due:
             raise torch.OutOfMemoryError("made up")
         return result
 

@@ -1,6 +1,8 @@
 """SIGKILL at random moments, then the same command again, until it has finished: the end is that of a run left alone.
 
     python tests/scripts/random_kills.py run --kills 50        one run with a checkpoint at each step
+    python tests/scripts/random_kills.py auto --kills 20       the same with room for one role: offload=auto
+    python tests/scripts/random_kills.py disk --kills 20       so too, optimizer states asleep on the disk of $TMPDIR
     python tests/scripts/random_kills.py sweep --kills 20      a sweep of two jobs
     python tests/scripts/random_kills.py parallel --kills 20   the same sweep, both jobs at once (joblib)
 
@@ -30,9 +32,12 @@ from tests.helpers.checkpoints import files
 from tests.helpers.commands import SHORT, lasting_metrics, start
 
 RUN = (*SHORT, "algo.num_steps=6", "checkpoint.every_steps=1")
+AUTO = (*RUN, "offload=auto", "launch.gpu_memory_gib=0.0021", "memory.piece_mib=0.125", "hydra.run.dir=job")
 SWEEP = ("-m", *SHORT, "algo.num_steps=3", "checkpoint.every_steps=1", "memory=lean,rebuild")
 COMMANDS = {
     "run": (*RUN, "hydra.run.dir=job"),
+    "auto": AUTO,
+    "disk": (*AUTO, "memory=disk", f"memory.disk.path={tempfile.gettempdir()}"),
     "sweep": (*SWEEP, "hydra.sweep.dir=job"),
     "parallel": (*SWEEP, "hydra.sweep.dir=job", "hydra/launcher=parallel"),
 }

@@ -18,6 +18,10 @@ from trainer.plan.schedule import Schedule, State
 _MARGIN = 1.1  # of what was measured: the allocator's blocks do not fit each other exactly
 
 
+class _ShortElsewhereError(torch.OutOfMemoryError):
+    pass
+
+
 class Scheduled:
     """A :class:`trainer.memory.turns.Turns` that follows a schedule.
 
@@ -52,6 +56,7 @@ class Scheduled:
         self._measured: dict[str, int] | None = {}  # by phase, until the first step has ended
         self._tight: set[str] = set()  # phases that have run out of memory
         self._hand_over: HandOver | None = None
+        self._is_meeting_due = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hand-over")
 
     def add(self, sleeper: Sleeper) -> None:
@@ -226,19 +231,22 @@ class Scheduled:
             self._plan_with(self._reserves | {self._phase: self._reserve() + missing})
         return f"{', '.join(going)} made room" if going else ""
 
-    def repeated(self, work: Callable[[], Result], *, is_collective: bool) -> Result:
-        if is_collective and self._ranks > 1:
+    def repeated(self, work: Callable[[], Result], *, is_collective: bool, meets: bool = False) -> Result:
+        if is_collective and not meets and self._ranks > 1:
             return work()
         while True:
             result, is_short = None, False
             can_help = self.can_make_room or bool(self._placed_tags)
+            self._is_meeting_due = meets and can_help and self._ranks > 1
             try:
                 result = work()
+            except _ShortElsewhereError:
+                is_short = True
             except torch.OutOfMemoryError:
-                if not can_help:
+                if not can_help or (meets and not self._tell_others()):
                     raise
                 is_short = True  # its traceback, which holds the work's tensors, is gone when others make room
-            if self._ranks > 1 and can_help:
+            if self._ranks > 1 and can_help and not meets:
                 is_short = bool(max_over_ranks(int(is_short)))
             if not is_short:
                 return result  # type: ignore[return-value]
@@ -246,6 +254,20 @@ class Scheduled:
             gc.collect()
             torch.cuda.empty_cache()
             self._say(f"the phase {self._phase} ran out of GPU memory: {self._evict()}, and it is repeated")
+
+    def meet(self) -> None:
+        if self._is_meeting_due:
+            self._is_meeting_due = False
+            if max_over_ranks(0):
+                raise _ShortElsewhereError("another rank has run out of GPU memory")
+
+    def _tell_others(self) -> bool:
+        """Meet them without memory, unless that is too late."""
+        if self._ranks > 1 and self._is_meeting_due:
+            self._is_meeting_due = False
+            max_over_ranks(1)
+            return True
+        return self._ranks == 1
 
     def _plan_with(self, reserves: Mapping[str, int]) -> None:
         """Later steps follow the schedule that leaves so much, if there is one."""

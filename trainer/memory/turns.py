@@ -63,12 +63,18 @@ class Turns(Protocol):
         """Its work is done."""
         ...
 
-    def repeated(self, work: Callable[[], Result], *, is_collective: bool) -> Result:
+    def repeated(self, work: Callable[[], Result], *, is_collective: bool, meets: bool = False) -> Result:
         """What ``work`` returns. Where it runs out of GPU memory and others can make room, it is done once more.
 
         Args:
             is_collective: other ranks wait inside for this one.
+            meets: but not before it has called :meth:`meet`, and it is done once more on all ranks.
         """
+        ...
+
+    def meet(self) -> None:
+        """Inside repeated work: what follows is collective. Raises torch.OutOfMemoryError if another rank has run out
+        of memory before."""
         ...
 
 
@@ -96,5 +102,8 @@ class EverythingSleeps:
     def done(self, sleeper: Sleeper) -> None:
         sleeper.sleep()
 
-    def repeated(self, work: Callable[[], Result], *, is_collective: bool) -> Result:
+    def repeated(self, work: Callable[[], Result], *, is_collective: bool, meets: bool = False) -> Result:
         return work()
+
+    def meet(self) -> None:
+        pass

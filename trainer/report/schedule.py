@@ -42,7 +42,7 @@ def schedule_table(rows: Sequence[Record]) -> Table:
     limit = "no limit known" if room > _NO_LIMIT_BYTES else f"{room / size:.2f} {unit}"
     return Table(
         title=f"What sleeps when, in {unit} per rank (room: {limit}; out, in: copied before the phase, + beside it, "
-        "* beside it in each other's place)",
+        "* in each other's place)",
         columns=("region", "size", *phases),
         rows=[
             (name, f"{cells[name, phases[0]]['size_bytes'] / size:.2f}", *(cell(cells[name, p]) for p in phases))

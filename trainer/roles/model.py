@@ -157,9 +157,11 @@ class RoleModel(ModelChunks):
         *,
         forward_only: bool,
         around: Callable[[int], AbstractContextManager[Any]] = nullcontext,
+        before_reducing: Callable[[], None] | None = None,
     ) -> list[Any]:
         """See :func:`trainer.megatron.schedule.run_passes`."""
-        return run_passes(self.chunks, inputs, on_output, forward_only=forward_only, around=around)
+        hooks = {"around": around, "before_reducing": before_reducing}
+        return run_passes(self.chunks, inputs, on_output, forward_only=forward_only, **hooks)
 
     def drop_activations(self) -> None:
         """Forget what a pass has left outside of every region."""

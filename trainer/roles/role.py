@@ -53,6 +53,9 @@ class Role:
         self.name, self.spec, self.config = name, role_spec(config, name), config.roles[name]
         self._saver, self._trains_alone = saver, config.world_size == 1
         self._computes_alone = config.parallel.model_ranks == config.parallel.expert == 1
+        ddp = self.config.ddp
+        overlaps = ddp is not None and (ddp.overlap_grad_reduce or ddp.overlap_param_gather)
+        self._reduces_after_passes = self._computes_alone and not overlaps
         self._sleeps, self._trains = plan.sleeps, False
         self.regions = regions = RoleRegions(name, plan=plan, saver=saver, observer=observer)
         self.model = RoleModel(
@@ -138,7 +141,11 @@ class Role:
     def repeated(self, work: Callable[[], Result], *, trains: bool = False) -> Result:
         """What ``work``, passes of this role, returns; see :class:`trainer.memory.turns.Turns`."""
         is_alone = self._trains_alone if trains else self._computes_alone
-        return self._saver.turns.repeated(work, is_collective=not is_alone)
+        return self._saver.turns.repeated(work, is_collective=not is_alone, meets=trains and self._reduces_after_passes)
+
+    def meet(self) -> None:
+        """Inside such work that trains: the passes are done, and gradients are about to be reduced."""
+        self._saver.turns.meet()
 
     @contextmanager
     def readable(self) -> Iterator[list[Share]]:
