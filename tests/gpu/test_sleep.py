@@ -94,6 +94,14 @@ def test_communicators_that_are_destroyed_while_models_sleep_change_no_bit(tmp_p
     assert bits_of("rebuild", tmp_path, "offload.destroy_process_groups=true", nproc=2) == kept
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("packs", [False, True], ids=["padded", "packed"])
+def test_ranks_that_share_sequences_keep_every_bit(packs, tmp_path):
+    packed = ("training.packing=true", "algo.micro_batch_tokens=64", "training.recompute=full") if packs else ()
+    none, rebuild = (bits_of(name, tmp_path, "parallel.cp=2", *packed, nproc=2) for name in ("none", "rebuild"))
+    assert rebuild == none
+
+
 @pytest.mark.parametrize("policy", SCENARIOS)
 def test_ten_cycles_keep_every_bit_and_memory_stays_flat(policy, measured):
     result = measured(policy)["cycles"]
