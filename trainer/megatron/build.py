@@ -24,8 +24,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch.nn import functional
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from patches.ddp_buffer_backup import RegionFor
 from trainer.common.multiples import round_up
@@ -206,6 +204,9 @@ def _value_weight(gpt: GPTModel) -> torch.Tensor | None:
 
 def _scaled_inverse_frequencies(model: ModelConfig) -> torch.Tensor:
     """Llama 3's rotary frequencies, as transformers computes them: [head_dim / 2] in fp32."""
+    from transformers import LlamaConfig  # half a second that only runs with such a model pay
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     rope = rope_parameters(theta=model.rope_theta, scaling=asdict(model.rope_scaling))  # type: ignore[arg-type]
     config = LlamaConfig(head_dim=model.head_dim, rope_parameters=rope)  # type: ignore[arg-type]
     frequencies, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config, device=torch.device("cpu"))
