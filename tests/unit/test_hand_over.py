@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
 import pytest
+import torch
 
 from tests.helpers.roles import make_role, train
 from trainer.memory.hand_over import HandOver
@@ -59,7 +60,7 @@ def state_bytes(role):
 
 def started(actor, critic, thread, *, room_bytes, retry=None):
     hand_over = HandOver([actor.regions], critic.regions, room_bytes=room_bytes, retry=retry or (lambda: None))
-    hand_over.start(thread)
+    hand_over.start(thread, torch.cuda.Stream())
     return hand_over
 
 

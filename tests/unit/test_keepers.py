@@ -69,6 +69,34 @@ def wake_up(keeper, pieces):
     keeper.wait()
 
 
+@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("kind", STORES)
+def test_a_copy_that_fails_is_made_again_with_those_after_it(kind, failing, folder, monkeypatch):
+    pieces = state(64, 4096, 4096, 4096)
+    keeper = StateKeeper(pieces, main_pieces=1, store=STORES[kind](pieces, folder))
+    store, expected = keeper._store, bits(pieces)
+    start_write = store.start_write
+
+    def fail(number, piece):
+        wait = start_write(number, piece)
+        if number == failing:
+            raise OSError("No space left on device")
+        return wait
+
+    monkeypatch.setattr(store, "start_write", fail)
+    with pytest.raises(OSError, match="No space left"):
+        sleep(keeper, pieces)
+    monkeypatch.undo()
+    for piece in pieces[failing:]:  # they are awake: whatever was copied of them is worth nothing
+        piece.mul_(2)
+    expected = [*expected[:failing], *bits(pieces[failing:])]
+    for number in range(failing, len(pieces)):
+        keeper.finish_save(number)
+        pieces[number].fill_(torch.nan)
+    wake_up(keeper, pieces)
+    assert same_bits(pieces, expected)
+
+
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("sizes", [(16, 32, 0, 48), (5 * MIB, 4 * MIB + 16, 1008)], ids=["small", "large"])
 def test_what_sleeps_comes_back_with_the_same_bits_however_often_it_changes(kind, sizes, folder):

@@ -46,11 +46,11 @@ class HandOver:
         self._waited_seconds = 0.0
         self._work: Future[None] | None = None
 
-    def start(self, thread: Executor) -> None:
-        """Begin in ``thread``."""
+    def start(self, thread: Executor, stream: torch.cuda.Stream) -> None:
+        """Begin in ``thread``, with ``stream`` as its own: no copy waits for what others queue."""
         for regions in (*self._going, self._coming):
             regions.hand_over = self
-        self._work = thread.submit(self._run, torch.cuda.current_device(), torch.cuda.Stream())
+        self._work = thread.submit(self._run, torch.cuda.current_device(), stream)
 
     def give_room(self, size_bytes: int) -> None:
         """Others have let go of so much, and no more will follow. Blocks until all fits that is to be mapped beside
@@ -109,7 +109,8 @@ class HandOver:
     def _run(self, device: int, stream: torch.cuda.Stream) -> None:
         torch.cuda.set_device(device)
         try:
-            with torch.cuda.stream(stream):  # of its own: no copy waits for what others queue
+            stream.synchronize()  # gives the thread the CUDA context, without which the saver's driver calls fail
+            with torch.cuda.stream(stream):
                 for piece in self._to_map:
                     self._make_room(self._coming.piece_bytes(piece))
                     self._sizes[self._coming] += self._coming.map_piece(piece)

@@ -80,7 +80,9 @@ class StateKeeper:
         try:
             self._writes[number].result()()
         except BaseException:
-            del self._writes[number]  # nothing is kept of it
+            for one in sorted(one for one in self._writes if one >= number):  # nothing is kept of it and what follows
+                with suppress(Exception):
+                    self._writes.pop(one).result()()
             raise
 
     def invalidate(self) -> None:

@@ -44,6 +44,7 @@ class RoleRegions:
         self._tags = {kind: [row.tag] for kind, row in self._rows.items() if kind != "optim"} | {"optim": []}
         self._saver, self._observe, self.role = saver, observer, role
         self.hand_over: HandOver | None = None
+        self._piece_bytes: dict[int, int] = {}
         self._keeper: StateKeeper | None = None
         self._savers_copies = Copies()
         self._counted, self._reported = [self._savers_copies], Copies()
@@ -183,7 +184,9 @@ class RoleRegions:
 
     def piece_bytes(self, piece: int) -> int:
         """Device memory of one while it is awake."""
-        return self._saver.resident_bytes(self._tags["optim"][piece])
+        if piece not in self._piece_bytes:  # asking takes a while on a GPU
+            self._piece_bytes[piece] = self._saver.resident_bytes(self._tags["optim"][piece])
+        return self._piece_bytes[piece]
 
     def start_saving_piece(self, piece: int) -> None:
         """Begin to copy one to the keeper, unless that has a copy."""

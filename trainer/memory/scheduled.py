@@ -57,7 +57,7 @@ class Scheduled:
         self._tight: set[str] = set()  # phases that have run out of memory
         self._hand_over: HandOver | None = None
         self._is_meeting_due = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hand-over")
+        self._thread, self._stream = ThreadPoolExecutor(1, thread_name_prefix="hand-over"), None
 
     def add(self, sleeper: Sleeper) -> None:
         self._sleepers[sleeper.name] = sleeper
@@ -146,7 +146,8 @@ class Scheduled:
             room_bytes=self.schedule.room_bytes - lasting - later,
             retry=lambda: self._fetch(coming),
         )
-        self._hand_over.start(self._thread)
+        self._stream = self._stream or torch.cuda.Stream()
+        self._hand_over.start(self._thread, self._stream)
         self._put_to_sleep(copied)
         self._hand_over.give_room(later)
 
