@@ -2,7 +2,10 @@
 
 import pytest
 
+from tests.helpers.context_parallel_worker import peaks
 from tests.helpers.invariance import run_cases
+from trainer.command.launch import launch
+from trainer.command.launch_environment import worker_environment
 
 CASES = {
     "padded": (),
@@ -36,3 +39,13 @@ def test_an_engine_with_weights_of_its_own_draws_shares_too(tmp_path):
     last = run_cases(cases, nproc=4, log_dir=tmp_path, extra=extra)["hf"]["metrics"][-1]
     assert last["rollout_log_prob_gap"] < 1e-5
     assert last["actor/grad_norm"] > 0
+
+
+def test_the_plan_knows_the_activations_of_shared_sequences(tmp_path):
+    environment = worker_environment(platform="cpu", sleeps=True, threads_per_worker=1)
+    one, two = (
+        launch(peaks, None, nproc=ranks, log_dir=tmp_path / f"{ranks}", environment=environment) for ranks in (1, 2)
+    )
+    for case, (measured, planned) in two.items():
+        assert 0.9 * planned < measured < 1.1 * planned, case
+        assert measured < 0.65 * one[case][0], case

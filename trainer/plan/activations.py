@@ -20,7 +20,8 @@ stages follow. Context-parallel ranks share all of it, and one layer at a time w
 they were gathered and as chunks see them, and with the gradients of both. The tests compare this with the tensors of
 real passes, within 10 %.
 
-Simplified: on the CPU attention keeps its scores, which are not counted.
+Simplified: where no flash attention runs (on the CPU, in fp32), scores and gathered keys are kept too, which are not
+counted.
 """
 
 from __future__ import annotations
