@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,8 +71,8 @@ def to_config(composed: DictConfig) -> Config:
     _check_sections(composed)
     _check_whole_roles(composed)
     _check_model_folders(composed)
-    _require_values(composed)
-    values = OmegaConf.to_container(composed, resolve=True)
+    with _naming_what_has_no_value(composed):
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(values, dict)
     values["task"] = _typed_piece("task", values["task"], base=Environment)
     values["memory"] = _typed_memory(values["memory"])
@@ -82,9 +83,9 @@ def to_config(composed: DictConfig) -> Config:
         if model["kernels"] == "auto":
             model["kernels"] = default_kernels(values["platform"]["name"])
     typed = _merged(lambda: OmegaConf.structured(Config), values)
-    _require_values(typed)  # also those of sections that have no type until now
     explicit = frozenset(_explicit_flags(composed))
-    config = OmegaConf.to_object(typed)
+    with _naming_what_has_no_value(typed):  # also in sections that have no type until now
+        config = OmegaConf.to_object(typed)
     assert isinstance(config, Config)
     rules.check(config, explicit_flags=explicit)
     return config
@@ -112,11 +113,17 @@ def _refused_part(schema: Callable[[], Any], values: Any, path: tuple[str, ...] 
     return ".".join(path), values
 
 
-def _require_values(settings: DictConfig | ListConfig) -> None:
-    missing = sorted(OmegaConf.missing_keys(settings))
-    if missing:
+@contextmanager
+def _naming_what_has_no_value(settings: DictConfig | ListConfig) -> Iterator[None]:
+    """Name all of it where omegaconf names the first, or what refers to it."""
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        missing = sorted(OmegaConf.missing_keys(settings))
+        if not missing:
+            raise
         examples = " ".join(f"{key}=..." for key in missing)
-        raise ValueError(f"no value given for {', '.join(missing)}: add {examples} to the command")
+        raise ValueError(f"no value given for {', '.join(missing)}: add {examples} to the command") from error
 
 
 def _check_sections(composed: DictConfig) -> None:
