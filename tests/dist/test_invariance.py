@@ -1,5 +1,6 @@
 """The heart: sleeping must not change a single bit of what a run computes."""
 
+import functools
 import json
 import math
 import subprocess
@@ -13,75 +14,94 @@ from tests.helpers.invariance import CASES, KEEPERS, numbers, run_cases, schedul
 from tests.helpers.recording import lasting
 from trainer.command.launch import WorkerError
 
+OTHERS = {
+    "plain optimizer": (
+        "roles.actor.ddp.use_distributed_optimizer=false",
+        "roles.critic.ddp.use_distributed_optimizer=false",
+    ),
+    "overlap, recomputed and packed": (
+        *("roles.actor.ddp.overlap_grad_reduce=true", "roles.actor.ddp.overlap_param_gather=true"),
+        *("training.recompute=full", "training.packing=true", "algo.micro_batch_tokens=64"),
+    ),
+    "fp32 and tied": (
+        *("model.dtype=fp32", "model.tie_embeddings=true", "model.qk_norm=true", "training.recompute=selective"),
+    ),
+}
+FINER = ("algo.micro_batch_size=2",)
+
+
+def shared_tags(*names):
+    """The weights of the reference, and the actor's, are all-gathered."""
+    return {name: (*FINER, *CASES[name], "memory.tags=sharded") for name in names} | {"none": (*FINER, *CASES["none"])}
+
+
+def matrix(nproc):
+    """What is tried -> its cases, all of which one group of workers runs."""
+    tried = {"policies": CASES | scheduled_cases(nproc=nproc)}
+    if nproc == 2:
+        grpo = ("algo=grpo", "algo.responses_per_prompt=4")
+        tried["without a critic"] = {name: (*grpo, *CASES[name]) for name in ("none", "lean", "rebuild")}
+        for other, extra in OTHERS.items():
+            tried[other] = {name: (*extra, *CASES[name]) for name in ("none", "full", "lean", "rebuild")}
+        del tried["plain optimizer"]["rebuild"]
+        tried["shared tags"] = shared_tags("lean", "full", "rebuild")
+    return tried
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """results(nproc): what is tried -> the results of its cases."""
+
+    @functools.cache
+    def of(nproc):
+        tried = matrix(nproc)
+        cases = {(what, name): overrides for what, cases in tried.items() for name, overrides in cases.items()}
+        found = run_cases(cases, nproc=nproc, log_dir=tmp_path_factory.mktemp("logs"))
+        return {what: {name: found[what, name] for name in cases} for what, cases in tried.items()}
+
+    return of
+
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_every_policy_computes_the_bits_of_offload_none(nproc, tmp_path):
-    results = run_cases(CASES, nproc=nproc, log_dir=tmp_path)
-    assert [name for name in CASES if not results[name]["slept"]] == ["none"]
-    last = results["none"]["metrics"][-1]
+def test_every_policy_computes_the_bits_of_offload_none(nproc, results):
+    found = results(nproc)["policies"]
+    assert [name for name in CASES if not found[name]["slept"]] == ["none"]
+    last = found["none"]["metrics"][-1]
     assert {"weights_sha256/actor", "weights_sha256/critic", "heldout_accuracy"} <= last.keys()
     assert all(math.isfinite(v) for v in last.values() if isinstance(v, float))
-    assert last["weights_sha256/actor"] != results["none"]["metrics"][0].get("weights_sha256/actor")
+    assert last["weights_sha256/actor"] != found["none"]["metrics"][0].get("weights_sha256/actor")
     for name in CASES:
-        assert numbers(results[name]) == numbers(results["none"]), name
+        assert numbers(found[name]) == numbers(found["none"]), name
 
 
-def test_policies_compute_the_same_without_a_critic(tmp_path):
-    cases = {name: CASES[name] for name in ("none", "lean", "rebuild")}
-    results = run_cases(cases, nproc=2, log_dir=tmp_path, extra=("algo=grpo", "algo.responses_per_prompt=4"))
-    last = results["none"]["metrics"][-1]
+def test_policies_compute_the_same_without_a_critic(results):
+    found = results(2)["without a critic"]
+    last = found["none"]["metrics"][-1]
     assert [name for name in last if name.startswith(("critic/", "weights_sha256/"))] == ["weights_sha256/actor"]
-    for name in cases:
-        assert numbers(results[name]) == numbers(results["none"]), name
+    for name in found:
+        assert numbers(found[name]) == numbers(found["none"]), name
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        ("roles.actor.ddp.use_distributed_optimizer=false", "roles.critic.ddp.use_distributed_optimizer=false"),
-        (
-            "roles.actor.ddp.overlap_grad_reduce=true",
-            "roles.actor.ddp.overlap_param_gather=true",
-            *("training.recompute=full", "training.packing=true", "algo.micro_batch_tokens=64"),
-        ),
-        ("model.dtype=fp32", "model.tie_embeddings=true", "model.qk_norm=true", "training.recompute=selective"),
-    ],
-    ids=["plain-optimizer", "overlap-recompute-packed", "fp32-tied-selective"],
-)
-def test_other_optimizers_and_models_are_invariant_too(extra, tmp_path):
-    cases = {name: CASES[name] for name in ("none", "full", "lean", "rebuild")}
-    if "use_distributed_optimizer=false" in extra[0]:
-        del cases["rebuild"]
-    results = run_cases(cases, nproc=2, log_dir=tmp_path, extra=extra)
-    for name in cases:
-        assert numbers(results[name]) == numbers(results["none"]), name
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_optimizers_and_models_are_invariant_too(other, results):
+    found = results(2)[other]
+    assert len(found) >= 3
+    for name in found:
+        assert numbers(found[name]) == numbers(found["none"]), name
 
 
 @pytest.mark.parametrize("nproc", [2, 4])
-def test_tags_shared_by_the_ranks_restore_the_same_bits(nproc, tmp_path):
-    """The weights of the reference, and the actor's, are all-gathered; on four ranks through groups that are destroyed
-    during rollouts."""
-    cases = {name: (*CASES[name], "memory.tags=sharded") for name in ("lean", "full", "rebuild")}
+def test_tags_shared_by_the_ranks_restore_the_same_bits(nproc, results, tmp_path):
+    """On four ranks through groups that are destroyed during rollouts."""
     if nproc == 4:
-        cases = {"lean": (*cases["lean"], "offload.destroy_process_groups=true")}
-    extra = ("algo.micro_batch_size=2",)
-    results = run_cases(cases | {"none": CASES["none"]}, nproc=nproc, log_dir=tmp_path, extra=extra)
-    for name in cases:
-        assert results[name]["slept"]
-        assert numbers(results[name]) == numbers(results["none"]), name
-
-
-def test_ranks_that_share_sequences_keep_the_bits_too(tmp_path):
-    """Packed and computed again in the backward pass, under every policy and every schedule's smallest room."""
-    cases = {name: CASES[name] for name in ("none", "full", "no_grads", "lean", "rebuild", "packed", "disk")}
-    cases["sharded"] = (*CASES["lean"], "memory.tags=sharded")
-    cases |= {name: case for name, case in scheduled_cases(nproc=2).items() if "the largest phase" in name}
-    extra = ("training.recompute=full", "training.packing=true", "algo.micro_batch_tokens=64")
-    results = run_cases(cases, nproc=2, log_dir=tmp_path, extra=("parallel.cp=2", *extra))
-    assert results["none"]["metrics"][-1]["actor/grad_norm"] > 0
-    for name in cases:
-        assert results[name]["slept"] == (name != "none")
-        assert numbers(results[name]) == numbers(results["none"]), name
+        cases = shared_tags("lean")
+        cases["lean"] = (*cases["lean"], "offload.destroy_process_groups=true")
+        found = run_cases(cases, nproc=nproc, log_dir=tmp_path)
+    else:
+        found = results(nproc)["shared tags"]
+    for name in found:
+        assert found[name]["slept"] == (name != "none")
+        assert numbers(found[name]) == numbers(found["none"]), name
 
 
 def test_copies_that_come_as_late_as_they_may_change_nothing(tmp_path):
@@ -95,27 +115,27 @@ def test_copies_that_come_as_late_as_they_may_change_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_whatever_the_schedule_lets_sleep_nothing_changes(nproc, tmp_path):
+def test_whatever_the_schedule_lets_sleep_nothing_changes(nproc, results):
+    found = results(nproc)["policies"]
     cases = scheduled_cases(nproc=nproc)
-    results = run_cases(cases | {"none": CASES["none"]}, nproc=nproc, log_dir=tmp_path)
     for name, overrides in cases.items():
         room_bytes = float(overrides[-1].partition("=")[2]) * 2**30
-        assert numbers(results[name]) == numbers(results["none"]), name
-        assert 0 < results[name]["held_bytes"] <= room_bytes, name
-        assert results[name]["notes"] == [], name
+        assert numbers(found[name]) == numbers(found["none"]), name
+        assert 0 < found[name]["held_bytes"] <= room_bytes, name
+        assert found[name]["notes"] == [], name
     for keeper in KEEPERS:
-        moving = {name: set(found["moving_phases"]) for name, found in results.items() if name.startswith(keeper)}
+        moving = {name: set(found[name]["moving_phases"]) for name in cases if name.startswith(keeper)}
         assert moving[f"{keeper}, room for everything"] <= {"ref_log_probs", "log_probs"}, "it switches weights alone"
         phases = {"rollout", "ref_log_probs", "log_probs", "values", "train_critic", "train_actor"}
         assert phases <= moving[f"{keeper}, room for the largest phase"]
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_pass_without_memory_is_repeated_once_others_have_made_room(nproc, tmp_path):
+def test_a_pass_without_memory_is_repeated_once_others_have_made_room(nproc, results, tmp_path):
     """With two ranks one alone has no memory, in a pass of training before gradients are reduced."""
     cases = {name: case for name, case in scheduled_cases(nproc=nproc).items() if "everything" in name}
-    base = run_cases({"none": CASES["none"]}, nproc=nproc, log_dir=tmp_path / "none")["none"]
-    for name, found in run_cases(cases, nproc=nproc, log_dir=tmp_path / "auto", fault="out_of_memory").items():
+    base = results(nproc)["policies"]["none"]
+    for name, found in run_cases(cases, nproc=nproc, log_dir=tmp_path, fault="out_of_memory").items():
         assert numbers(found) == numbers(base), name
         said = [note.partition(" ran out of GPU memory: ")[::2] for note in found["notes"]]
         assert [phase for phase, _ in said] == ["the phase values", "the phase train_critic"], name
