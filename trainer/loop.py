@@ -30,7 +30,7 @@ from trainer.measure import evaluation, metrics, throughput
 from trainer.measure.diagnostics import StepTraces
 from trainer.measure.phases import Phases
 from trainer.megatron.groups import combined_digest
-from trainer.report import Progress, RunRecords
+from trainer.report import Logger, Progress, RunRecords
 from trainer.roles.role import FORWARD, Role
 from trainer.rollout.base import RolloutEngine
 from trainer.tasks.base import Task
@@ -96,11 +96,11 @@ class Outputs:
 
     records: RunRecords | None
     progress: Progress | None
-    log: Any
+    log: Logger | None
     traces: StepTraces | None = None
 
     def report(self, record: Mapping[str, Any]) -> None:
-        if self.records:
+        if self.records and self.log:
             self.records.metrics(dict(record))
             self.log.log(dict(record))
         if self.progress and record["step"] > 0:

@@ -11,7 +11,7 @@ import platform as host_platform
 import time
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed
@@ -23,6 +23,11 @@ from trainer.memory.ledger import sample_memory
 from trainer.plan import make_plan
 from trainer.plan.holdings import arena_bytes
 from trainer.plan.schedule import Schedule
+
+if TYPE_CHECKING:
+    from trainer.bench.peers import BenchRole
+
+Result = TypeVar("Result")
 
 ROLES = ("actor", "critic")
 _COPY_REPEATS = 5
@@ -118,7 +123,7 @@ def set_up(job: CaseJob) -> None:
     torch.ones(1, device=torch.cuda.current_device()).item()  # the CUDA context belongs to the baseline too
 
 
-def build_roles(job: CaseJob, events: list[dict[str, Any]], *, schedule: Schedule | None = None) -> list[Any]:
+def build_roles(job: CaseJob, events: list[dict[str, Any]], *, schedule: Schedule | None = None) -> list[BenchRole]:
     """Both roles, ready for their first sleep: host memory that is pinned at all in advance is pinned, in the
     background while the rest of megatron-core is imported and the models are built. With a schedule they follow it
     from the start."""
@@ -156,7 +161,7 @@ def build_roles(job: CaseJob, events: list[dict[str, Any]], *, schedule: Schedul
     return roles
 
 
-def step_on_noise(role: Any, *, seed: int) -> None:
+def step_on_noise(role: BenchRole, *, seed: int) -> None:
     """One real optimizer step on random gradients, after which no moment is zero."""
     torch.manual_seed(seed)
     with role.training():
@@ -166,7 +171,7 @@ def step_on_noise(role: Any, *, seed: int) -> None:
     assert updated
 
 
-def pretend_to_have_trained(role: Any) -> None:
+def pretend_to_have_trained(role: BenchRole) -> None:
     """A step that is skipped for its infinite gradient norm: nothing changes, but every host copy counts as stale, so
     that the next sleep copies all it would copy after real training."""
     with role.training():
@@ -176,7 +181,7 @@ def pretend_to_have_trained(role: Any) -> None:
     assert not updated
 
 
-def timed(action: Callable[[], Any]) -> tuple[float, Any]:
+def timed(action: Callable[[], Result]) -> tuple[float, Result]:
     """(seconds, result) of ``action``, the device's part included."""
     _synchronize()
     start = time.perf_counter()
@@ -191,7 +196,7 @@ def _synchronize() -> None:
         distributed.barrier()
 
 
-def state_checksums(role: Any) -> list[int]:
+def state_checksums(role: BenchRole) -> list[int]:
     """One checksum per 64 MiB piece of every model tensor, main param and moment of this rank, computed where the
     tensor lies: the sum of its 16-bit words, each times its odd position, modulo 2^64. A change of any single word, or
     a swap of two different ones, changes it."""

@@ -26,6 +26,7 @@ from trainer.memory.regions import MemoryObserver, RoleRegions
 from trainer.memory.saver import Saver
 from trainer.plan import KINDS, Plan
 from trainer.roles.model import ModelChunks
+from trainer.roles.role import Role
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,9 @@ class SlimeLike(_Peer):
     def _backuper_bytes(self) -> dict[str, int]:
         copies = self._copies.values()
         return {"param": sum(_pinned_bytes(copy) if self._parts.arenas.pinned else copy.nbytes for copy in copies)}
+
+
+BenchRole = Role | MegatronOffload | SlimeLike
 
 
 def _pinned_bytes(tensor: torch.Tensor) -> int:

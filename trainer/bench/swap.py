@@ -6,8 +6,9 @@ one's work until the other has all that its optimizer step needs; in a run its p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.bench.cases import CaseJob
 from trainer.bench.measure import (
@@ -28,6 +29,11 @@ from trainer.plan.schedule import Schedule
 from trainer.plan.scheduler import solve
 from trainer.plan.step_phases import StepPhases
 
+if TYPE_CHECKING:
+    from trainer.roles.role import Role
+
+Result = TypeVar("Result")
+
 
 def schedule_of_two(job: CaseJob) -> Schedule:
     """Of a step in which critic and actor train in turn, each of them alone on the device."""
@@ -47,7 +53,7 @@ def run_swap(job: CaseJob) -> dict[str, Any]:
     set_up(job)
     events: list[dict[str, Any]] = []
     build_seconds, built = timed(lambda: build_roles(job, events, schedule=schedule_of_two(job)))
-    roles = {role.name: role for role in built}
+    roles: dict[str, Role] = {role.name: role for role in built}  # type: ignore[misc]  # a case without a peer
     turns = roles["actor"].regions.turns
 
     def take_over(name: str) -> None:
@@ -55,7 +61,7 @@ def run_swap(job: CaseJob) -> dict[str, Any]:
         roles[name].wake_up()
         roles[name].regions.wait_for_optimizer_state()
 
-    def work(name: str, action: Any) -> Any:
+    def work(name: str, action: Callable[[Role], Result]) -> Result:
         result = action(roles[name])
         turns.done(roles[name])
         turns.end(f"train_{name}")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import distributed
 
-Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 
 def data_parallel_group() -> distributed.ProcessGroup:
@@ -80,12 +80,12 @@ def is_last_stage() -> bool:
     return pipeline_rank() == pipeline_group().size() - 1
 
 
-def from_stage(stage: int, value: Any) -> Any:
+def from_stage(stage: int, value: Value) -> Value:
     """What the ranks of pipeline stage ``stage`` pass (pickled). Collective over the pipeline group."""
     return _broadcast(value, pipeline_group(), source=stage)
 
 
-def from_last_stage(value: Any) -> Any:
+def from_last_stage(value: Value) -> Value:
     """What the ranks of the last pipeline stage pass (pickled). Collective over the pipeline group."""
     return from_stage(pipeline_group().size() - 1, value)
 
@@ -98,19 +98,19 @@ def tensors_from_last_stage(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Te
     return tuple(tensor.to(device) for tensor in from_last_stage(tuple(tensor.cpu() for tensor in tensors)))
 
 
-def agreed(value: Any) -> Any:
+def agreed(value: Value) -> Value:
     """What the first of the ranks that work on the same sequences passes (pickled). Collective over these."""
     return _broadcast(_broadcast(value, _model_parallel_group(), source=0), context_parallel_group(), source=0)
 
 
-def asked_once(ask: Callable[[], Result]) -> Result:
+def asked_once(ask: Callable[[], Value]) -> Value:
     """What ``ask`` gives on the first of the ranks that work on the same sequences (pickled); on others it is not
     called. Collective over these."""
     is_first = _model_parallel_group().rank() == context_parallel_group().rank() == 0
-    return agreed(ask() if is_first else None)
+    return agreed(ask() if is_first else None)  # type: ignore[return-value]  # the first rank's
 
 
-def _broadcast(value: Any, group: Any, *, source: int) -> Any:
+def _broadcast(value: Value, group: distributed.ProcessGroup, *, source: int) -> Value:
     if group.size() == 1:
         return value
     values = [value]
@@ -128,7 +128,9 @@ def largest_over_ranks(values: Mapping[str, torch.Tensor | float]) -> dict[str, 
     return _over_ranks(values, distributed.ReduceOp.MAX)
 
 
-def _over_ranks(values: Mapping[str, torch.Tensor | float], operation: Any) -> dict[str, float]:
+def _over_ranks(
+    values: Mapping[str, torch.Tensor | float], operation: distributed.ReduceOp.RedOpType
+) -> dict[str, float]:
     names = sorted(values)
     device = torch.cuda.current_device()
     found = torch.stack([torch.as_tensor(values[name], dtype=torch.float64, device=device) for name in names])
@@ -152,18 +154,18 @@ def least_of_all_ranks(value: int) -> int:
     return min(values)
 
 
-def gathered(value: Any) -> list[Any]:
+def gathered(value: Value) -> list[Value]:
     """What each data-parallel rank passes (pickled), in their order. Collective."""
     return _gathered(value, data_parallel_group())
 
 
-def gathered_of_shares(value: Any) -> list[Any]:
+def gathered_of_shares(value: Value) -> list[Value]:
     """What each context-parallel rank passes (pickled), in their order. Collective over these."""
     return _gathered(value, context_parallel_group())
 
 
-def _gathered(value: Any, group: distributed.ProcessGroup) -> list[Any]:
-    values: list[Any] = [value] * group.size()
+def _gathered(value: Value, group: distributed.ProcessGroup) -> list[Value]:
+    values = [value] * group.size()
     if group.size() > 1:
         distributed.all_gather_object(values, value, group=group)
     return values

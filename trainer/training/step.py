@@ -134,7 +134,7 @@ def _train_minibatch(role: Role, batch: SequencesT, loss: Loss[SequencesT], *, s
         inputs = _inputs(batches, split)
         role.model.passes(inputs, on_output, forward_only=False, around=around, before_reducing=role.meet)
         aux_losses = balance.sums()
-        result = from_last_stage(_over_ranks(summed(reports) | aux_losses) if is_last_stage() else None)
+        result = from_last_stage(_over_ranks(summed(reports) | aux_losses) if is_last_stage() else {})
         updated, grad_norm = (True, 0.0) if result["loss_count"] == 0 else role.step()
     return {**result, "grad_norm": grad_norm, "skipped": float(not updated)}
 
