@@ -48,6 +48,10 @@ def test_a_refused_command_leaves_a_finished_job_as_it_is(finished, override, me
     assert (done.code, done.stdout) == (2, "")
     assert message in done.stderr
     assert tree(finished / "run") == before
+
+
+def test_a_finished_job_is_not_run_again(finished):
+    before = tree(finished / "run")
     again = torpor(finished, *SHORT, "hydra.run.dir=run")
     assert again.code == 0
     assert "finished already: " in again.stdout
