@@ -48,7 +48,8 @@ def test_workers_call_torch_memory_saver_on_cuda_exactly_when_its_library_is_pre
 def test_the_library_is_preloaded_whether_megatrons_gpt_is_imported_before_or_after(first):
     """In an interpreter of its own, since the import sets another mode only once."""
     program = (
-        "import sys\n"
+        "import gc, sys\n"
+        "gc.disable()\n"  # imports take less time
         "from tests.helpers.saver_library import library_replaced\n"
         "from trainer.memory.saver import MemorySaver\n"
         "with library_replaced() as hook_modes:\n"

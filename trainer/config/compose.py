@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -71,8 +70,7 @@ def to_config(composed: DictConfig) -> Config:
     _check_sections(composed)
     _check_whole_roles(composed)
     _check_model_folders(composed)
-    with _naming_what_has_no_value(composed):
-        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    values = _valued(composed, lambda: OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
     assert isinstance(values, dict)
     values["task"] = _typed_piece("task", values["task"], base=Environment)
     values["memory"] = _typed_memory(values["memory"])
@@ -84,8 +82,7 @@ def to_config(composed: DictConfig) -> Config:
             model["kernels"] = default_kernels(values["platform"]["name"])
     typed = _merged(lambda: OmegaConf.structured(Config), values)
     explicit = frozenset(_explicit_flags(composed))
-    with _naming_what_has_no_value(typed):  # also in sections that have no type until now
-        config = OmegaConf.to_object(typed)
+    config = _valued(typed, lambda: OmegaConf.to_object(typed))  # also in sections that have no type until now
     assert isinstance(config, Config)
     rules.check(config, explicit_flags=explicit)
     return config
@@ -113,17 +110,17 @@ def _refused_part(schema: Callable[[], Any], values: Any, path: tuple[str, ...] 
     return ".".join(path), values
 
 
-@contextmanager
-def _naming_what_has_no_value(settings: DictConfig | ListConfig) -> Iterator[None]:
-    """Name all of it where omegaconf names the first, or what refers to it."""
+def _valued(settings: DictConfig | ListConfig, take: Callable[[], Any]) -> Any:
+    """What ``take`` makes of the settings. Raises ValueError that names all without a value where omegaconf names the
+    first, or what refers to it."""
     try:
-        yield
-    except OmegaConfBaseException as error:
+        return take()
+    except OmegaConfBaseException:
         missing = sorted(OmegaConf.missing_keys(settings))
         if not missing:
             raise
-        examples = " ".join(f"{key}=..." for key in missing)
-        raise ValueError(f"no value given for {', '.join(missing)}: add {examples} to the command") from error
+    examples = " ".join(f"{key}=..." for key in missing)  # here, where no hint finds omegaconf's error behind this one
+    raise ValueError(f"no value given for {', '.join(missing)}: add {examples} to the command")
 
 
 def _check_sections(composed: DictConfig) -> None:
