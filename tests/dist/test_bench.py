@@ -9,6 +9,7 @@ import pytest
 
 from trainer.bench import cases
 from trainer.bench.cases import BenchConfig
+from trainer.bench.keeper_bars import keeper_bars
 from trainer.bench.swap_table import swap_table
 from trainer.bench.table import bench_table, summarize
 
@@ -128,6 +129,51 @@ def test_a_bench_hands_the_device_from_role_to_role(tmp_path):
     report = (tmp_path / "bench.md").read_text()
     assert "# Handing the GPU over" in report
     assert "| swap_rebuild | critic | actor | " in report
+
+
+def test_keepers_are_measured_by_their_bars():
+    def of(actor_bytes, seconds, share=None):
+        host, both = {"actor": actor_bytes, "critic": 10.0}, {"actor": seconds, "critic": 1.0}
+        times = {"sleep_seconds_steady": both, "wake_seconds_steady": both}
+        rates = {"sleep_share_of_roofline": share, "wake_share_of_roofline": share}
+        return {"summary": {"host_bytes_per_parameter": host, **times, **rates}}
+
+    rebuild, packed = ({"case": name} | of(10.6, s) for name, s in (("rebuild", 3.0), ("packed", 5.0)))
+    disk = {"case": "disk"} | of(0.1, 9.0, share=0.9)
+    found = {bar.name: (bar.measured, bar.is_met) for bar in keeper_bars([rebuild, packed, disk])}
+    assert found == {
+        "packed: host B/param of the actor": ("10.60", False),
+        "packed: host B/param of the critic": ("10.00", True),
+        "packed: seconds of rebuild's sleep": ("1.50 x", False),
+        "packed: seconds of rebuild's wake": ("1.50 x", False),
+        "disk: host B/param of the actor": ("0.10", True),
+        "disk: host B/param of the critic": ("10.00", False),
+        "disk: rate of a plain disk, sleep": ("90.0%", True),
+        "disk: rate of a plain disk, wake": ("90.0%", True),
+    }
+    assert {bar.is_met for bar in keeper_bars([packed]) if "rebuild" in bar.name} == {None}
+    assert keeper_bars([rebuild, {"case": "disk", "error": "failed"}]) == []
+
+
+def test_a_disk_is_measured_beside_itself(tmp_path):
+    folder = Path(__file__).parent  # /tmp may lie in memory
+    done = bench("bench.cases=[packed,disk]", f"memory.disk.path={folder}", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    packed, disk = map(json.loads, (tmp_path / "bench.jsonl").read_text().splitlines())
+    parameters = sum(disk["parameters"].values())
+    assert disk["disk_bytes"] == pytest.approx(12 * parameters, rel=0.02)
+    assert disk["roofline"] != packed["roofline"]
+    assert disk["roofline"].keys() == {"to_host", "to_device"}
+    assert packed["summary"]["host_bytes"]["actor"] < 12 * packed["parameters"]["actor"]
+    seconds = sum(disk["summary"]["sleep_seconds_steady"].values())
+    assert disk["summary"]["sleep_bytes_per_second"] == pytest.approx(disk["disk_bytes"] / seconds)
+    assert "disk: rate of a plain disk, wake" in (tmp_path / "bench.md").read_text()
+
+
+def test_a_disk_case_without_a_folder_is_refused(tmp_path):
+    done = bench("bench.cases=[disk]", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 2
+    assert "memory.disk.path" in done.stderr
 
 
 def test_a_failing_case_says_why_and_fails_the_command(tmp_path):

@@ -40,6 +40,10 @@ long() {
     'bench.cases=[liger]' 'bench.shapes=[1x65536]' hydra.run.dir="$out/long"
 }
 swap() { limited swap 100 python -m trainer.bench $bench 'bench.cases=[swap,swap_rebuild]' hydra.run.dir="$out/swap"; }
+keepers() {
+  limited keepers 160 python -m trainer.bench $bench 'bench.cases=[rebuild,packed,disk]' memory.disk.path="$out" \
+    hydra.run.dir="$out/keepers"
+}
 rollout() { limited rollout 240 python -m trainer.bench.rollout $bench hydra.run.dir="$out/rollout"; }
 smollm2() { # alone for the seconds of a step; then three seeds of each side by side for the curves
   local given="experiment=smollm2 model.path=$MODEL" few="algo.num_steps=12 algo.evaluate_every=null seed=1" seed
@@ -62,5 +66,5 @@ four() { # two models of 20e9 parameters, which no single GPU holds: two steps, 
     algo.num_steps=2 algo.evaluate_every=null training.recompute=full hydra.run.dir="$out/four"
 }
 
-[ "$*" = all ] && set -- bits kernels step swap smollm2 rooms ragged long rollout memory
+[ "$*" = all ] && set -- bits kernels step swap smollm2 keepers rooms ragged long rollout memory
 for part in "$@"; do "$part"; done

@@ -25,6 +25,11 @@ def ratio_bar(name: str, ours: float | None, theirs: float | None, *, at_most: f
     return Bar(name, f"<= {at_most:g} x", f"{ours / theirs:.2f} x", ours <= at_most * theirs)
 
 
+def most_bar(name: str, measured: float, *, at_most: float) -> Bar:
+    """A number is at most so large."""
+    return Bar(name, f"<= {at_most:g}", f"{measured:.2f}", measured <= at_most)
+
+
 def share_bar(name: str, measured: float | None, *, at_least: float) -> Bar:
     """A share of a whole is at least so large."""
     if measured is None:

@@ -68,6 +68,8 @@ CASES = {
     ),
     "rebuild_saver": Case("memory=rebuild, saver keeps the optimizer state", ("memory=rebuild", *_SAVER_KEEPS_OPTIM)),
     "rebuild": Case("memory=rebuild, arena keeps the optimizer state", ("memory=rebuild", *_ARENA_KEEPS_OPTIM)),
+    "packed": Case("memory=packed", ("memory=packed",)),
+    "disk": Case("memory=disk, in memory.disk.path", ("memory=disk",)),
     "swap": Case(
         "as lean, the GPU is handed from one role to the other (offload=auto)",
         ("memory=lean", *_ARENA_KEEPS_OPTIM, "offload=auto"),

@@ -11,12 +11,14 @@ import platform as host_platform
 import time
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed
 
 from trainer.bench.cases import CaseJob
+from trainer.bench.plain_disk import plain_disk_rates
 from trainer.megatron import platform
 from trainer.megatron.groups import pipeline_rank
 from trainer.memory.ledger import sample_memory
@@ -64,16 +66,24 @@ def run_case(job: CaseJob) -> dict[str, Any]:
                 "wake_events": list(events),
             }
         )
+    copied = sum(event.get("to_host_bytes", 0) for event in cycles[-1]["sleep_events"])
+    folder = job.config.memory.disk.path if "disk" in _keepers(job) else None
     return {
         "platform": platform.describe(job.config),
         "nproc": job.config.launch.nproc,
         "versions": versions(),
+        **({} if folder is None else {"disk_bytes": copied, "roofline": plain_disk_rates(Path(folder), copied)}),
         "parameters": {role.name: role.model.parameter_count() for role in roles},
         "build_seconds": build_seconds,
         "memory_baseline": baseline,
         "cycles": cycles,
         "bits_kept": true_on_all_ranks(before == [state_checksums(role) for role in roles]),
     }
+
+
+def _keepers(job: CaseJob) -> set[str]:
+    """Of the optimizer states that this case measures."""
+    return {row.keeper for row in make_plan(job.config).rows if row.kind == "optim" and job.peer is None}
 
 
 def measure_roofline(job: CaseJob) -> dict[str, float]:

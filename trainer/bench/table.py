@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from trainer.bench.bars import bars_table
+from trainer.bench.keeper_bars import keeper_bars
 from trainer.bench.swap_table import swap_table
 from trainer.report.tables import UNKNOWN, Table
 
@@ -34,14 +36,15 @@ COLUMNS = (
 def summarize(record: Record) -> dict[str, Any]:
     """The numbers of one case that the table shows.
 
-    ``steady`` times are medians over all cycles but the first. Bytes per second count what has a host copy; the floor
-    of a cycle is copying that much each way at the measured rate of plain copies.
+    ``steady`` times are medians over all cycles but the first. Bytes per second count what has a host copy, or lies on
+    a disk; the floor of a cycle is copying that much each way at the measured rate of plain copies, or of the disk.
     """
     cycles, parameters, roofline = record["cycles"], record["parameters"], record["roofline"]
     later, last = cycles[1:] or cycles, cycles[-1]
     host = {role: _backup_bytes(last["sleep_events"], role) for role in parameters}
     total = sum(host.values())
     measured = last["memory_asleep"]["pss_bytes"] - record["memory_baseline"]["pss_bytes"]
+    copied = record.get("disk_bytes", total)
     summary: dict[str, Any] = {
         "host_bytes": host,
         "host_bytes_per_parameter": {role: host[role] / parameters[role] for role in parameters},
@@ -54,13 +57,13 @@ def summarize(record: Record) -> dict[str, Any]:
     for name, direction in (("sleep", "to_host"), ("wake", "to_device")):
         key = f"{name}_seconds"
         steady = {role: median(cycle[key][role] for cycle in later) for role in parameters}
-        rate = total / sum(steady.values())
+        rate = copied / sum(steady.values())
         summary[f"{key}_first"], summary[f"{key}_steady"] = cycles[0][key], steady
         summary[f"{name}_bytes_per_second"] = rate
         summary[f"{name}_share_of_roofline"] = rate / roofline[direction] if roofline else None
         summary["cycle_seconds"] += sum(steady.values())
     if roofline:
-        summary["floor_seconds"] = total / roofline["to_host"] + total / roofline["to_device"]
+        summary["floor_seconds"] = copied / roofline["to_host"] + copied / roofline["to_device"]
     return summary
 
 
@@ -70,7 +73,7 @@ def _backup_bytes(events: Iterable[Record], role: str) -> int:
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """All that a benchmark shows."""
-    found = [bench_table(records), plan_comparison(records), swap_table(records)]
+    found = [bench_table(records), plan_comparison(records), swap_table(records), bars_table(keeper_bars(records))]
     return [table for table in found if table is not None and table.rows]
 
 
@@ -139,7 +142,8 @@ def document(records: Sequence[Record], *, cases: Mapping[str, str]) -> str:
         "Host B/param: the ledger's host copies per parameter of the rank, actor / critic. Measured: growth of the "
         "process's proportional set from before the build to both asleep; in brackets what the ledger does not "
         "explain. GPU left: in use on the device while both sleep. First sleep in the process / median of the later "
-        "ones. GB/s: bytes with a host copy over time, and the share of a plain pinned copy's rate. Cycle: both "
+        "ones. GB/s: bytes with a host copy over time, and the share of a plain pinned copy's rate (`disk`: "
+        "of plain direct writes and reads of as many bytes there). Cycle: both "
         "roles asleep and awake again; floor: the same bytes each way at that rate. Handing over: from the end of one "
         "role's work until the other could step; floors: the same bytes one way, then the other, at those rates."
     )
@@ -152,7 +156,7 @@ def _facts(records: Sequence[Record]) -> Iterable[str]:
     measured = [record for record in records if "error" not in record]
     yield from dict.fromkeys(f"{r['platform']}, {r['nproc']} worker(s), {_pairs(r['versions'])}" for r in measured)
     yield from dict.fromkeys(f"parameters per rank: {_pairs(r['parameters'])}" for r in measured)
-    for roofline in [record["roofline"] for record in measured if record["roofline"]][-1:]:
+    for roofline in [r["roofline"] for r in measured if r["roofline"] and "disk_bytes" not in r][-1:]:
         yield f"plain copies: {_pairs({name: f'{rate / 1e9:.1f} GB/s' for name, rate in roofline.items()})}"
 
 
