@@ -33,6 +33,7 @@ POLICIES = {
     "lean": ("memory=lean",),
     "rebuild": ("memory=rebuild",),
     "sharded": ("memory=lean", "memory.tags=sharded"),
+    "node": ("memory=lean", "memory.tags=node"),
     "async": ("memory=lean", "checkpoint.async_save=true"),
     "rebuild_saver": ("memory=rebuild", "memory.actor.optim_keeper=saver", "memory.critic.optim_keeper=saver"),
 }
@@ -43,7 +44,7 @@ RESUMES = [
     ("rebuild", "none"),
     ("none", "rebuild_saver"),
 ]
-RESUMES += [("sharded", "rebuild"), ("lean", "sharded"), ("async", "async")]
+RESUMES += [("sharded", "rebuild"), ("lean", "sharded"), ("async", "async"), ("sharded", "node"), ("node", "lean")]
 PLAIN = ("roles.actor.ddp.use_distributed_optimizer=false", "roles.critic.ddp.use_distributed_optimizer=false")
 
 
@@ -56,7 +57,9 @@ def launch_cases(cases, *, nproc, log_dir):
 def test_resumed_is_unbroken(nproc, tmp_path):
     common = (*RUN, f"launch.nproc={nproc}")
     configs = {name: config_of(*common, *overrides) for name, overrides in POLICIES.items()}
-    unbroken = [Case(name, configs[name], tmp_path / name) for name in ("none", "lean", "rebuild", "sharded", "async")]
+    unbroken = [
+        Case(name, configs[name], tmp_path / name) for name in ("none", "lean", "rebuild", "sharded", "node", "async")
+    ]
     resumed = [
         Case(
             f"{saved}->{used}/{step}",
@@ -64,7 +67,7 @@ def test_resumed_is_unbroken(nproc, tmp_path):
             tmp_path / f"{saved}_{used}_{step}",
             checkpoint_of(tmp_path / saved, step),
         )
-        for step, (saved, used) in zip((1, 1, 1, 2, 0, 2, 2, 1), RESUMES, strict=True)
+        for step, (saved, used) in zip((1, 1, 1, 2, 0, 2, 2, 1, 1, 2), RESUMES, strict=True)
     ]
     # No file of more than 100,000 bytes: both saves after step 1 fail, and the run goes on.
     full = Case("full", configs["lean"], tmp_path / "lean", checkpoint_of(tmp_path / "lean", 1), disk_bytes=100_000)

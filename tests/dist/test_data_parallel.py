@@ -85,7 +85,14 @@ def test_every_rank_holds_the_same_weights_after_load_wake_up_and_step(results, 
 def test_parameters_gathered_in_several_buckets_survive_sleep(results, ranks):
     cases = results[ranks]["overlap_in_several_buckets"]
     assert cases["plain"][0] == [1]
-    for case in ("overlap", "overlap_lean", "overlap_rebuild", "overlap_sharded", "overlap_rebuild_reversed"):
+    for case in (
+        "overlap",
+        "overlap_lean",
+        "overlap_rebuild",
+        "overlap_sharded",
+        "overlap_node",
+        "overlap_rebuild_reversed",
+    ):
         (buckets,), losses, weights = cases[case]
         assert buckets >= 3
         assert losses == cases["plain"][1], case
@@ -93,8 +100,9 @@ def test_parameters_gathered_in_several_buckets_survive_sleep(results, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_shared_tag_answers_as_a_whole_one_and_takes_a_rank_its_share_of_memory(results, ranks):
-    (whole, whole_bytes), (shared, shared_bytes) = (results[ranks]["shared_tags"][tags] for tags in ("full", "sharded"))
+@pytest.mark.parametrize("tags", ["sharded", "node"])
+def test_a_shared_tag_answers_as_a_whole_one_and_takes_a_rank_its_share_of_memory(results, ranks, tags):
+    (whole, whole_bytes), (shared, shared_bytes) = (results[ranks]["shared_tags"][each] for each in ("full", tags))
     assert whole.keys() == shared.keys() == {"actor", "ref", "half", "half again"}
     for tag in whole:
         assert list(shared[tag]) == list(whole[tag])

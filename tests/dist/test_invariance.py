@@ -30,9 +30,14 @@ OTHERS = {
 FINER = ("algo.micro_batch_size=2",)
 
 
-def shared_tags(*names):
-    """The weights of the reference, and the actor's, are all-gathered."""
-    return {name: (*FINER, *CASES[name], "memory.tags=sharded") for name in names} | {"none": (*FINER, *CASES["none"])}
+def shared_tags(**cases):
+    """The weights of the reference, and the actor's, are all-gathered, or come from one copy of the node."""
+    shared = {
+        f"{name}, {tags}": (*FINER, *case, f"memory.tags={tags}")
+        for name, case in cases.items()
+        for tags in ("sharded", "node")
+    }
+    return shared | {"none": (*FINER, *CASES["none"])}
 
 
 def matrix(nproc):
@@ -44,7 +49,9 @@ def matrix(nproc):
         for other, extra in OTHERS.items():
             tried[other] = {name: (*extra, *CASES[name]) for name in ("none", "full", "lean", "rebuild")}
         del tried["plain optimizer"]["rebuild"]
-        tried["shared tags"] = shared_tags("lean", "full", "rebuild")
+        tried["plain optimizer"]["node"] = (*OTHERS["plain optimizer"], *CASES["lean"], "memory.tags=node")
+        auto = {name.replace(", ", " "): case for name, case in scheduled_cases(nproc=2).items() if "lean" in name}
+        tried["shared tags"] = shared_tags(**{name: CASES[name] for name in ("lean", "full", "rebuild")}, **auto)
     return tried
 
 
@@ -92,16 +99,18 @@ def test_other_optimizers_and_models_are_invariant_too(other, results):
 
 @pytest.mark.parametrize("nproc", [2, 4])
 def test_tags_shared_by_the_ranks_restore_the_same_bits(nproc, results, tmp_path):
-    """On four ranks through groups that are destroyed during rollouts."""
+    """On four ranks through groups that are destroyed during rollouts, or of which two hold a model together."""
     if nproc == 4:
-        cases = shared_tags("lean")
-        cases["lean"] = (*cases["lean"], "offload.destroy_process_groups=true")
+        tp = ("parallel.tp=2", *CASES["lean"])
+        cases = shared_tags(lean=(*CASES["lean"], "offload.destroy_process_groups=true"), tp=tp)
+        cases["tp"] = (*FINER, *CASES["none"], "parallel.tp=2")
         found = run_cases(cases, nproc=nproc, log_dir=tmp_path)
     else:
         found = results(nproc)["shared tags"]
     for name in found:
-        assert found[name]["slept"] == (name != "none")
-        assert numbers(found[name]) == numbers(found["none"]), name
+        base = "tp" if name.startswith("tp") else "none"
+        assert found[name]["slept"] == (name not in ("none", "tp"))
+        assert numbers(found[name]) == numbers(found[base]), name
 
 
 def test_copies_that_come_as_late_as_they_may_change_nothing(tmp_path):

@@ -35,6 +35,7 @@ OTHER_SAVERS = {
 SCENARIOS = dict.fromkeys(POLICIES, ("paths", "cycles"))
 SCENARIOS |= {"mixture": ("cycles", "storages"), "unretained": ("cycles",), "mmap": ("cycles",)}
 SCENARIOS["lean"] = ("paths", "cycles", "wrong_calls", "storages", "backup_overhead", "forward_peaks")
+NODE = ("memory.tags=node",)
 MIB = 2**20
 
 
@@ -92,6 +93,13 @@ def test_every_policy_computes_the_bits_of_offload_none(tmp_path):
 def test_communicators_that_are_destroyed_while_models_sleep_change_no_bit(tmp_path):
     kept = bits_of("none", tmp_path, nproc=2)
     assert bits_of("rebuild", tmp_path, "offload.destroy_process_groups=true", nproc=2) == kept
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("case", ["lean", "none"])
+def test_one_page_locked_copy_of_two_ranks_keeps_every_bit(case, tmp_path):
+    none, node = (bits_of(name, tmp_path, *tags, nproc=2) for name, tags in (("none", ()), (case, NODE)))
+    assert node == none
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

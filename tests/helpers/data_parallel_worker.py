@@ -228,6 +228,7 @@ def overlap_in_several_buckets() -> dict[str, Any]:
         "overlap_lean": ("memory=lean", *OVERLAP),
         "overlap_rebuild": ("memory=rebuild", *OVERLAP),
         "overlap_sharded": ("memory=lean", "memory.tags=sharded", *OVERLAP),
+        "overlap_node": ("memory=lean", "memory.tags=node", f"launch.nproc={data_parallel_size()}", *OVERLAP),
         "overlap_rebuild_reversed": ("memory=rebuild", *OVERLAP),
     }
     results = {}
@@ -255,10 +256,10 @@ def overlap_in_several_buckets() -> dict[str, Any]:
 def shared_tags() -> dict[str, Any]:
     """What the backuper answers with whole tags and with shared ones, of an actor in several buckets."""
     results = {}
-    for tags in ("full", "sharded"):
+    for tags in ("full", "sharded", "node"):
         fresh_saver()
         with small_buckets():
-            role = make_role("actor", f"memory.tags={tags}", *OVERLAP)
+            role = make_role("actor", f"memory.tags={tags}", f"launch.nproc={data_parallel_size()}", *OVERLAP)
         backuper = role._weights.backuper
         assert backuper is not None
         train(role)

@@ -42,6 +42,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "sharded": ("memory.tags=sharded",),
     "sharded_full_odd": ("memory=full", "memory.tags=sharded", *ODD),
     "sharded_rebuild_fp32": ("memory=rebuild", "memory.tags=sharded", "model.dtype=fp32"),
+    "node": ("memory.tags=node",),
+    "node_no_distributed": (*NO_DISTRIBUTED, "memory.tags=node", *ODD),
     "buckets": OVERLAP,
     "sharded_buckets": (*OVERLAP, "memory.tags=sharded", *ODD),
     "odd_buckets": (*OVERLAP, *ODD),
@@ -59,6 +61,8 @@ SHARED_CASES: dict[str, tuple[str, ...]] = {
     "tp_no_distributed_mixtral": ("parallel.tp=2", *NO_DISTRIBUTED, *EXPERTS, *ODD),
     "tp_expert_mixtral": ("parallel.tp=2", "parallel.expert=2", *EXPERTS, *ODD, "model.num_experts=6"),
     "cp": ("parallel.cp=2", "memory.tags=sharded", *EVEN),
+    "cp_node": ("parallel.cp=2", "memory.tags=node", *EVEN),
+    "tp_node": ("parallel.tp=2", "memory.tags=node", *EVEN),
     "vpp_mixtral": ("parallel.pp=2", "parallel.vpp=2", *EXPERTS, *ODD, "model.layers=4"),
 }
 ENGINE_CASES = ("lean", "tied", "qkv_bias", "qk_norm", "fp32", "mixtral", "qwen3_moe")
@@ -97,7 +101,7 @@ def _role_case(name: str, overrides: tuple[str, ...], *, has_buckets: bool) -> d
     sizes = role_bytes(config, name, vocab_size=vocab_size, stage=stage, bucket_size=bucket_size)
     predicted = {**sizes.kinds, "main_params": sizes.main_params, "parameter_count": sizes.parameter_count}
     if role._weights.backuper:
-        predicted["tag"] = sizes.tag
+        predicted["tag"] = sizes.tag_share
     return {
         **_of_every_stage({"measured": measured, "predicted": predicted}),
         "buckets": len(ddp_buffers(role)[0].buckets),

@@ -68,7 +68,7 @@ def make_role(
         vocab_size=vocab_size,
         seed=seed,
         observer=([] if events is None else events).append,
-        arenas=arenas or HostArenas(pinned=False),
+        arenas=arenas or HostArenas.of(config),
     )
     if name == "critic":
         head = normal((1, config.roles[name].model.hidden_size), seed=seed)

@@ -118,6 +118,24 @@ def test_shared_tags_divide_the_host_bytes_of_every_tag_by_the_ranks():
     assert ref.host_asleep_bytes / count == pytest.approx(2, rel=1e-3)
 
 
+def test_a_copy_of_a_node_is_counted_once_on_every_node():
+    """Ranks of which all, two or none hold the same."""
+    plain = tuple(f"roles.{role}.ddp.use_distributed_optimizer=false" for role in ("actor", "critic"))
+    for size, tp, ranks in ((4, 1, 4), (4, 2, 2), (2, 2, 1)):
+        layout = (f"launch.nproc={size}", f"parallel.tp={tp}", "algo.micro_batch_size=1")
+        for extra in ((), plain):
+            whole, one = (plan_of(*BENCH, *layout, *extra, f"memory.tags={tags}") for tags in ("full", "node"))
+            tag, ref = (next(h for h in found.of_role("actor") if h.kind == "weights/ref") for found in (whole, one))
+            assert ref.host_asleep_bytes == tag.host_asleep_bytes // ranks
+            assert (f"one copy of {ranks} ranks of a node, 1/{ranks} counted for each" in ref.note) == (ranks > 1)
+            saved = whole.node_host_asleep["actor"] - one.node_host_asleep["actor"]
+            assert saved == 2 * (size - size // ranks) * tag.host_asleep_bytes  # the actor's own tag and the reference
+            assert one.node_host_asleep["critic"] == whole.node_host_asleep["critic"]
+    nodes = ("launch.nproc=2", "launch.nnodes=2", "launch.node_rank=0", "launch.rdzv_endpoint=a:1")
+    found = plan_of(*BENCH, *nodes, "algo.micro_batch_size=1", "memory.tags=node").of_role("actor")
+    assert "one copy of 2 ranks of a node" in next(h for h in found if h.kind == "weights/ref").note
+
+
 def test_the_value_head_has_a_buffer_of_its_own():
     config = config_of()
     found = parameters(config.roles["critic"].model, vocab_size=320, value_head=True, parallel=config.parallel)

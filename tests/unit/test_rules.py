@@ -141,12 +141,25 @@ def test_shared_tags_need_the_distributed_optimizer():
     message = error_of("memory.tags=sharded", off)
     assert "memory.tags=sharded" in message
     assert "only the distributed optimizer has" in message
-    fixes = ["roles.actor.ddp.use_distributed_optimizer=true", "memory.tags=full"]
+    fixes = ["roles.actor.ddp.use_distributed_optimizer=true", "memory.tags=node", "memory.tags=full"]
     assert suggested(message) == fixes
     for fix in fixes:
         config_of("memory.tags=sharded", off, fix)
     config_of("memory.tags=sharded", off.replace("actor", "critic"))
-    assert "must be one of full, sharded" in error_of("memory.tags=half")
+    assert "must be one of full, sharded, node" in error_of("memory.tags=half")
+
+
+def test_a_copy_of_a_node_is_that_of_equally_many_ranks_everywhere():
+    """Ranks 0 and 2 hold the one half, rank 1 the other; on the second node it is the other way round."""
+    nodes = ("launch.nnodes=2", "launch.node_rank=0", "launch.rdzv_endpoint=a:1")
+    uneven = ("memory.tags=node", "parallel.tp=2", "launch.nproc=3", *nodes, "algo.prompts_per_step=12")
+    uneven = (*uneven, "algo.micro_batch_size=1", "algo.warmup_batch_size=66")
+    message = error_of(*uneven)
+    assert "memory.tags=node with launch.nproc=3 and launch.nnodes=2" in message
+    assert suggested(message) == ["memory.tags=full"]
+    config_of(*uneven, "memory.tags=full")
+    config_of("memory.tags=node")
+    config_of("memory.tags=node", "parallel.tp=2", "launch.nproc=2")
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])

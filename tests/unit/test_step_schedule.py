@@ -35,6 +35,18 @@ def test_with_room_for_everything_nothing_moves(policy):
     assert awake_everywhere(schedule) == sizes_of(schedule).keys()
 
 
+def test_a_rank_copies_its_share_of_a_nodes_tag_out_and_all_of_it_back():
+    two = ("memory=lean", "launch.nproc=2", "algo.micro_batch_size=1", "offload.reserve_gib=0")
+    holdings = footprint_of(config_of(*SMALL, *two), vocab_size=VOCABULARY).holdings
+    room = max(sum(h.train_bytes for h in holdings if h.role == role) for role in ("actor", "critic"))
+    whole, one = (
+        next(r for r in schedule_of(*two, f"memory.tags={tags}", room=room).regions if r.name == "actor/param")
+        for tags in ("full", "node")
+    )
+    assert 2 * one.leave_bytes == whole.leave_bytes > 0
+    assert one.return_bytes == whole.return_bytes
+
+
 def test_regions_are_those_of_the_footprint():
     schedule, config = schedule_of(), config_of(*SMALL)
     planned = {f"{h.role}/{h.kind}": h.train_bytes for h in footprint_of(config, vocab_size=VOCABULARY).holdings}

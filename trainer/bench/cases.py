@@ -66,6 +66,10 @@ CASES = {
         "as lean, each data-parallel rank keeps its share of the actor's tag",
         ("memory=lean", *_ARENA_KEEPS_OPTIM, "memory.tags=sharded"),
     ),
+    "lean_node": Case(
+        "as lean, the ranks of a node have one copy of the actor's tag",
+        ("memory=lean", *_ARENA_KEEPS_OPTIM, "memory.tags=node"),
+    ),
     "rebuild_saver": Case("memory=rebuild, saver keeps the optimizer state", ("memory=rebuild", *_SAVER_KEEPS_OPTIM)),
     "rebuild": Case("memory=rebuild, arena keeps the optimizer state", ("memory=rebuild", *_ARENA_KEEPS_OPTIM)),
     "packed": Case("memory=packed", ("memory=packed",)),

@@ -157,12 +157,13 @@ class DiskConfig(Section):
 @dataclass
 class MemoryConfig(Section):
     """``roles``: role -> what comes back from where, in YAML ``memory.<role>``; of more roles than a run may have.
-    ``tags``: each rank's weights backuper keeps ``full`` tags, or its data-parallel share of them (``sharded``).
+    ``tags``: each rank's weights backuper keeps ``full`` tags, or its data-parallel share of them (``sharded``), or the
+    ranks of a node that hold the same have one copy (``node``).
     ``optim_format``: of Adam's moments while they sleep; ``bf16`` takes fewer bytes and does not keep all bits.
     ``piece_mib``: size of the pieces in which the optimizer state sleeps and wakes up."""
 
     roles: Dict[str, RestoreConfig]  # noqa: UP006
-    tags: Annotated[str, Words("full", "sharded")]
+    tags: Annotated[str, Words("full", "sharded", "node")]
     optim_format: Annotated[str, Words("fp32", "bf16")]
     disk: DiskConfig
     piece_mib: Annotated[float, Limits(2**-10, 1_000_000)]

@@ -6,6 +6,7 @@ ranks, each of which holds all weights and computes a part of every sequence; da
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -116,6 +117,15 @@ def _broadcast(value: Value, group: distributed.ProcessGroup, *, source: int) ->
     values = [value]
     distributed.broadcast_object_list(values, group=group, group_src=source)
     return values[0]
+
+
+@functools.cache
+def group_among(sets: tuple[tuple[int, ...], ...]) -> distributed.ProcessGroup:
+    """Of gloo, of the ranks that ``sets``, which every rank is in one of, put together with this one. Collective over
+    the default group."""
+    group, _ = distributed.new_subgroups_by_enumeration([list(ranks) for ranks in sets], backend="gloo")
+    assert isinstance(group, distributed.ProcessGroup)
+    return group
 
 
 def sum_over_ranks(values: Mapping[str, torch.Tensor | float]) -> dict[str, float]:

@@ -106,8 +106,9 @@ def _other_policies(config: Config) -> Iterator[tuple[str, Config]]:
             changed = with_policy(config, yaml.safe_load(file.read_text()))
             choices = {name: changed}
             if max(ranks_that_share_tags(config)) > 1 and config.memory.tags == "full":
-                memory = dataclasses.replace(changed.memory, tags="sharded")
-                choices[f"{name} memory.tags=sharded"] = dataclasses.replace(changed, memory=memory)
+                for tags in ("sharded", "node"):
+                    memory = dataclasses.replace(changed.memory, tags=tags)
+                    choices[f"{name} memory.tags={tags}"] = dataclasses.replace(changed, memory=memory)
             yield from ((overrides, choice) for overrides, choice in choices.items() if _is_allowed(choice))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainer.config.node_copies import ranks_of_a_copy
 from trainer.config.roles import REFERENCE, RoleSpec, role_spec, role_specs
 from trainer.config.schema import Config
 from trainer.plan import NO_BUFFER, Plan, PlanRow, make_plan, weights_kind
@@ -114,7 +115,7 @@ def role_holdings(
         copy = size if row.saver_backup and not stays else 0
         holds_tag = own_tag_restores and row.kind == own_tag_kind and role not in resident
         kept = KeptBytes() if stays else _kept(config, row, sizes)
-        lasting = kept.host + (sizes.tag if holds_tag else 0)
+        lasting = kept.host + (sizes.tag_share if holds_tag else 0)
         yield Holding(
             role,
             row.kind,
@@ -139,6 +140,9 @@ def _never_sleeps(row: PlanRow, schedule: Schedule) -> bool:
 
 
 def _share_note(config: Config, role: str) -> str:
+    if config.memory.tags == "node":
+        ranks = ranks_of_a_copy(config)
+        return f"one copy of {ranks} ranks of a node, 1/{ranks} counted for each" if ranks > 1 else ""
     if config.memory.tags != "sharded" or not role_spec(config, role).is_trained:
         return ""
     ranks, of_experts = ranks_that_share_tags(config)
@@ -159,7 +163,12 @@ def _tag_holding(config: Config, role: str, tag: str, sizes: RoleBytes, *, is_re
         size, kind = sizes.tag, f"weights/{tag}"
         return Holding(role, kind, "backuper", note=note, train_bytes=size, forward_bytes=size, asleep_bytes=size)
     return Holding(
-        role, f"weights/{tag}", "backuper", note=note, host_awake_bytes=sizes.tag, host_asleep_bytes=sizes.tag
+        role,
+        f"weights/{tag}",
+        "backuper",
+        note=note,
+        host_awake_bytes=sizes.tag_share,
+        host_asleep_bytes=sizes.tag_share,
     )
 
 

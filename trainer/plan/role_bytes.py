@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainer.common.multiples import divide_up
+from trainer.config.node_copies import ranks_of_a_copy
 from trainer.config.roles import role_spec, role_specs, trained_role
 from trainer.config.schema import Config
 from trainer.plan.layout import (
@@ -31,7 +33,8 @@ class RoleBytes:
     Attributes:
         kinds: buffer kind of :mod:`trainer.plan` -> device bytes while awake.
         main_params: the part of ``optim`` that holds main params.
-        tag: host bytes of one weights tag.
+        tag: of one weights tag, as a rank restores it.
+        tag_share: what a rank writes of it; its share of the host memory where the ranks of a node have one copy.
         weights: of all tensors that a forward pass reads.
         stage_weights: the same of the ranks of a pipeline stage that hold its weights together.
         stage_optim: of these ranks' optimizer states where they are not distributed, fp32 parameters that are their own
@@ -42,6 +45,7 @@ class RoleBytes:
     kinds: dict[str, int]
     main_params: int
     tag: int
+    tag_share: int
     weights: int
     stage_weights: int
     stage_optim: int
@@ -82,12 +86,14 @@ def role_bytes(
     optimizer, main_params = optimizer_elements(buffers, distributed_optimizer=is_distributed, stage_ranks=stage_ranks)
     found = tuple(parameter for chunk in chunks for parameter in chunk)
     table, shares_tags = rotary_table_bytes(model), config.memory.tags == "sharded" and spec.is_trained
+    tag = tag_bytes(found, buffers, table_bytes=table, stage_ranks=stage_ranks if shares_tags else None)
     return RoleBytes(
         parameter_count=sum(parameter.size for parameter in found),
         kinds=_kinds(found, buffers, distributed_optimizer=is_distributed, table=table)
         | {"optim": optimizer * ITEM_BYTES["fp32"]},
         main_params=main_params * ITEM_BYTES["fp32"],
-        tag=tag_bytes(found, buffers, table_bytes=table, stage_ranks=stage_ranks if shares_tags else None),
+        tag=tag,
+        tag_share=divide_up(tag, ranks_of_a_copy(config)) if config.memory.tags == "node" else tag,
         weights=table + sum(p.size_bytes for p in found),
         stage_weights=parallel.tp * table
         + sum(p.size_bytes * (parallel.expert if p.in_expert_buffer else parallel.tp) for p in found),

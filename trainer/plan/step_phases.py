@@ -91,7 +91,7 @@ class StepPhases:
         row = self.plan.row(name, weights_kind(self.plan, name))
         region = Region(name=f"{name}/param", size_bytes=sizes.kinds["param"] + sizes.kinds["rest"])
         if row.keeper == "backuper" and name not in resident:
-            region = replace(region, leave_bytes=sizes.tag if spec.is_trained else 0, return_bytes=sizes.tag)
+            region = replace(region, leave_bytes=sizes.tag_share if spec.is_trained else 0, return_bytes=sizes.tag)
         if row.keeper == "main_params":
             main = sizes.main_params
             region = replace(region, return_bytes=main, rebuilt_from=f"{name}/optim", rebuild_bytes=main)
@@ -162,12 +162,13 @@ class StepPhases:
 
     def switches(self, resident: Collection[str]) -> list[Move]:
         """Copies of weights tags that lie in host memory, but for those that bring a region of its own bytes back."""
-        tags, size = set(self.switched_tags) - set(resident), self.sizes["actor"].tag
+        sizes = self.sizes["actor"]
+        tags, size = set(self.switched_tags) - set(resident), sizes.tag
         moves = [Move(tag_region("actor", REFERENCE), "ref_log_probs", False, size, False)] if REFERENCE in tags else []
         row = self.plan.row("actor", weights_kind(self.plan, "actor"))
         if "actor" in tags and row.keeper not in ("backuper", "main_params"):
             own, names = tag_region("actor", "actor"), [phase.name for phase in self._phases()]
-            moves.append(Move(own, "ref_log_probs", True, size, False))
+            moves.append(Move(own, "ref_log_probs", True, sizes.tag_share, False))
             back = "log_probs" if "log_probs" in names else "train_actor"
             moves.append(Move(own, back, False, size, False))
         return moves

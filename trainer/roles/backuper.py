@@ -4,7 +4,8 @@ is room to switch without the bus, in the GPU's.
 Reinforcement learning needs several versions of one model's weights (actor, reference); one copy of each lies here
 and is switched into the model in place. The idea and the vocabulary (tags, ``source_getter``, ``single_tag``) are
 slime's TensorBackuper (https://github.com/THUDM/slime). With a layout that divides tensors over ranks, a rank's arenas
-hold its parts alone (``memory.tags=sharded``).
+hold its parts alone (``memory.tags=sharded``). With arenas that ranks share (``memory.tags=node``) each writes its
+share of a tag and reads all of it; then whatever reads a tag or makes one is collective over these ranks.
 """
 
 from __future__ import annotations
@@ -128,35 +129,41 @@ class TensorBackuper:
             self._tags[tag] = self._new_tag(tag, sources)
         copies = self._copies(tag)
         _check_same(sources, copies, tag)
-        _copy_all(sources, copies)
+        self._write(tag, sources)
         self.copies.to_host += self.bytes_of(tag)
 
     def restore(self, tag: str) -> None:
         """Copy what is saved under ``tag`` back into the source tensors, in place. Collective if ranks share it."""
         copies, sources = self._copies(tag), self._sources()
         _check_same(sources, copies, tag)
-        _copy_all(copies, sources)
+        arena = self._tags[tag][0]
+        with arena.reading():
+            _copy_all(copies, sources)
         self._layout.complete()
-        self.copies.to_device += self.bytes_of(tag)
+        self.copies.to_device += 0 if arena.is_on_device else arena.size_bytes
 
     def copy(self, *, src_tag: str, dst_tag: str) -> None:
         """Make ``dst_tag`` (created if need be) hold what ``src_tag`` holds."""
         copies = self._copies(src_tag)
         if dst_tag not in self._tags:
             self._tags[dst_tag] = self._new_tag(dst_tag, copies)
-        _copy_all(copies, self._copies(dst_tag))
+        with self._tags[src_tag][0].reading():
+            self._write(dst_tag, copies)
 
     def get(self, tag: str) -> Mapping[str, torch.Tensor]:
         """Name -> whole tensor of a tag: a view into its arena or, where ranks share it, gathered when it is asked for.
-        Then every rank of the data-parallel group must ask for the same names in the same order."""
+        Then every rank of the data-parallel group must ask for the same names in the same order. Views of an arena
+        that ranks share hold until the next step of training, which all of them take together."""
         copies = self._copies(tag)
+        self._tags[tag][0].meet()
         return LazyTensors(tuple(copies), lambda name: self._layout.whole(name, copies[name]))
 
     def parts(self, tag: str) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(name, first element, what this rank keeps of the flattened tensor from there on) of every tensor of a tag,
-        views into its arena."""
+        """(name, first element, what this rank keeps of the flattened tensor from there on, or writes of it where
+        ranks share the arena) of every tensor of a tag, views into its arena."""
         for name, copy in self._copies(tag).items():
-            yield name, self._layout.start(name), copy.view(-1)
+            own = self._tags[tag][0].own_share(copy)
+            yield name, self._layout.start(name) + int(own.storage_offset() - copy.storage_offset()), own.view(-1)
 
     def _copies(self, tag: str) -> dict[str, torch.Tensor]:
         """Name -> what this rank keeps of the tensor under ``tag``."""
@@ -166,10 +173,9 @@ class TensorBackuper:
         return self._tags[tag][1]
 
     def bytes_of(self, tag: str) -> int:
-        """Host memory of one tag on this rank, in bytes."""
+        """Host memory of one tag on this rank, in bytes: its share where ranks have one copy together."""
         self._copies(tag)
-        arena = self._tags[tag][0]
-        return 0 if arena.is_on_device else arena.size_bytes
+        return self._tags[tag][0].host_bytes
 
     def place(self, tags: Collection[str]) -> None:
         """Keep ``tags`` in device memory and all others in host memory from now on; a tag that lies elsewhere moves."""
@@ -177,7 +183,13 @@ class TensorBackuper:
         for tag, (arena, copies) in list(self._tags.items()):
             if arena.is_on_device != (tag in tags):
                 self._tags[tag] = self._new_tag(tag, copies)
-                _copy_all(copies, self._copies(tag))
+                with arena.reading():
+                    self._write(tag, copies)
+
+    def _write(self, tag: str, sources: Mapping[str, torch.Tensor]) -> None:
+        """Fill what this rank writes of ``tag``."""
+        arena, copies = self._tags[tag]
+        _copy_all(*({name: arena.own_share(tensor) for name, tensor in each.items()} for each in (sources, copies)))
 
     def _sources(self) -> dict[str, torch.Tensor]:
         pairs = list(self._source_getter())
@@ -191,6 +203,7 @@ class TensorBackuper:
     def _new_tag(self, tag: str, like: Mapping[str, torch.Tensor]) -> tuple[Arena, dict[str, torch.Tensor]]:
         arena = self._arenas.take_for_tag(tag, HostArena.bytes_needed(like.values()))
         arena.wait_until_ready()
+        arena.meet()  # nobody's pages are zeroed any more
         return arena, {name: arena.empty_like(tensor) for name, tensor in like.items()}
 
 

@@ -82,7 +82,7 @@ class RoleWeights:
             return
         if self.backuper is None:
             raise ValueError(f"the {self._name} has no weights backuper, so no tag {tag!r}")
-        self.backuper.get(tag)
+        self.backuper.bytes_of(tag)
 
     def copy_to(self, tag: str) -> None:
         """Keep the role's own weights, which lie in the parameters, under ``tag`` too."""

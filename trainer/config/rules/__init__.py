@@ -42,6 +42,7 @@ RULES = (
     parallel.check_pipeline_micro_batches,
     model.check_experts,
     parallel.check_expert_parallel,
+    memory.check_node_copies,
     run.check_nodes,
     objectives.check_objective,
     model.check_checkpoints,

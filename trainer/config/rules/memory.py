@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from trainer.common.machine import filesystem_of
+from trainer.config.node_copies import ranks_of_copies
 from trainer.config.roles import role_spec, role_specs, trained_role, trained_roles
 from trainer.config.schema import Config
 
@@ -164,5 +165,16 @@ def check_tags(config: Config) -> None:
             raise ValueError(
                 f"memory.tags=sharded with roles.{role}.ddp.use_distributed_optimizer=false: ranks share the parameter "
                 "buffer, which only the distributed optimizer has. Use "
-                f"roles.{role}.ddp.use_distributed_optimizer=true, or memory.tags=full"
+                f"roles.{role}.ddp.use_distributed_optimizer=true, or memory.tags=node or memory.tags=full"
             )
+
+
+def check_node_copies(config: Config) -> None:
+    """Every rank writes its share of its node's copy of a tag, and a checkpoint holds the shares: they are the same on
+    all nodes. Where no node has two ranks with the same part of the model, every rank's copy is the node's."""
+    if config.memory.tags == "node" and len({len(ranks) for ranks in ranks_of_copies(config)}) > 1:
+        raise ValueError(
+            f"memory.tags=node with launch.nproc={config.launch.nproc} and launch.nnodes={config.launch.nnodes}: some "
+            "part of the model lies on more ranks of one node than of another. Use a launch.nproc that is a multiple "
+            "of the ranks that hold one model together, or memory.tags=full"
+        )
