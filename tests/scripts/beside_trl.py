@@ -234,7 +234,7 @@ def draw(figure, named):
         shown = (f"{accuracy[-1]:.1f} ± {errors[-1]:.1f} %", f"{median:.3f}", f"{gpu / GIB:.1f}", f"{host / GIB:.1f}")
         print(f"| {name} | {' | '.join(shown)} | {len(runs)} |")
     by_step.set(xlabel="step", ylabel="held-out accuracy, %")
-    by_time.set(xlabel="seconds of training", xscale="log")
+    by_time.set(xlabel="seconds of training")
     by_time.legend(loc="lower right")
     for axes in (by_step, by_time):
         axes.grid(alpha=0.3)
