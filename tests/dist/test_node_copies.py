@@ -29,7 +29,10 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("case", "sets"),
-    [("dp", [[0, 1]]), ("plain", [[0, 1]]), ("tp", [[0, 2], [1, 3]]), ("nodes", [[0, 1], [2, 3]])],
+    [
+        *(("dp", [[0, 1]]), ("plain", [[0, 1]]), ("nodes", [[0, 1], [2, 3]])),
+        *(("tp", [[0, 2], [1, 3]]), ("experts", [[0, 2], [1, 3]])),
+    ],
 )
 def test_the_memory_behind_two_tags_is_what_the_plan_counts_and_that_of_the_ranks_that_hold_the_same(case, sets, found):
     ranks = found[case]
@@ -44,7 +47,7 @@ def test_the_memory_behind_two_tags_is_what_the_plan_counts_and_that_of_the_rank
         assert pss == pytest.approx(rank["planned"], abs=4 * PAGE)
 
 
-@pytest.mark.parametrize("case", ["dp", "plain", "tp", "nodes"])
+@pytest.mark.parametrize("case", ["dp", "plain", "tp", "nodes", "experts"])
 def test_every_rank_gets_both_tags_back(case, found):
     for rank in found[case]:
         assert rank["restored"] == [True, True]

@@ -62,6 +62,7 @@ POLICIES = {
     "lean": ("memory=lean",),
     "rebuild": ("memory=rebuild",),
     "sharded": ("memory=lean", "memory.tags=sharded"),
+    "node": ("memory=lean", "memory.tags=node"),
 }
 RUNS = {
     1: {},
@@ -71,8 +72,8 @@ RUNS = {
 SLEEPERS = {2: {"tp": (*TP, *MOE), "vpp": (*VPP, *MOE, "model.layers=4")}}
 # Tags are shared where several ranks hold the same.
 POLICIES_OF = {
-    "dp_pp": ("none", "sharded"),
-    "dp_cp": ("none", "sharded"),
+    "dp_pp": ("none", "sharded", "node"),
+    "dp_cp": ("none", "sharded", "node"),
     "tp_moe": ("none", "rebuild", "sharded"),
     "vpp_moe": ("none", "lean"),
 }

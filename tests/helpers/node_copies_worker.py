@@ -29,7 +29,8 @@ def run_checks(payload: None) -> dict[str, Any]:
     whole = (*MODEL, f"launch.nproc={size}")
     cases: dict[str, tuple[str, ...]] = {"dp": whole, "plain": (*whole, *PLAIN)}
     if size == 4:
-        cases = {"tp": (*whole, "parallel.tp=2"), "nodes": (*MODEL, *TWO_NODES)}
+        spread = ("model.num_experts=4", "model.num_experts_per_tok=2", "parallel.expert=2")
+        cases = {"tp": (*whole, "parallel.tp=2"), "nodes": (*MODEL, *TWO_NODES), "experts": (*whole, *spread)}
     platform.set_up(small_config(*whole))
     platform.set_up_process_groups(small_config(*whole))
     checks: dict[str, Callable[[], Any]] = {name: lambda o=o: held(o) for name, o in cases.items()}
