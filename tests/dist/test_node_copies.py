@@ -69,6 +69,13 @@ def test_a_tag_that_moves_to_the_device_and_back_keeps_its_bytes(found):
         assert rank["host_bytes"] == [whole // 2, 0, whole // 2, whole // 2]
 
 
+def test_ranks_that_measure_other_room_move_their_tags_together(found):
+    one, other = found["apart"]
+    assert one == other
+    assert one["reserves"] == {2_750_000}
+    assert (one["before"], one["after"]) == ({"actor", "ref"}, set())
+
+
 def test_shared_memory_has_no_name_and_is_gone_when_its_processes_are_killed(tmp_path):
     """On a machine where other tests share far less memory than this."""
     size, root, names = 256 * MIB, Path(__file__).parents[2], set(os.listdir("/dev/shm"))

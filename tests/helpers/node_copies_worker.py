@@ -12,14 +12,18 @@ from typing import Any
 import torch
 from torch import distributed
 
-from tests.helpers.composing import footprint_of
+from tests.helpers.composing import SMALL, config_of, footprint_of
+from tests.helpers.recording import recorded
 from tests.helpers.roles import VOCAB_SIZE, fresh_saver, make_role, small_config, train, weights_of
+from trainer import loop, worker
+from trainer.measure.phases import Phases
 from trainer.megatron import platform
 from trainer.memory.arena import HostArenas, SharedArena
 from trainer.roles.backuper import TensorBackuper
 
 MODEL = ("model.hidden_size=128", "model.ffn_size=256", "memory=lean", "memory.tags=node", "algo.micro_batch_size=1")
 PLAIN = tuple(f"roles.{role}.ddp.use_distributed_optimizer=false" for role in ("actor", "critic"))
+APART = ("launch.nproc=2", "parallel.cp=2", "offload=auto", "memory.tags=node", "launch.gpu_memory_gib=0.0045")
 TWO_NODES = ("launch.nproc=2", "launch.nnodes=2", "launch.node_rank=0", "launch.rdzv_endpoint=a:1")
 
 
@@ -35,7 +39,7 @@ def run_checks(payload: None) -> dict[str, Any]:
     platform.set_up_process_groups(small_config(*whole))
     checks: dict[str, Callable[[], Any]] = {name: lambda o=o: held(o) for name, o in cases.items()}
     if size == 2:
-        checks |= {"late writer": late_writer, "late reader": late_reader, "moves": moves}
+        checks |= {"late writer": late_writer, "late reader": late_reader, "moves": moves, "apart": measured_apart}
     return {name: _of_all_ranks(check()) for name, check in checks.items()}
 
 
@@ -139,6 +143,22 @@ def moves() -> dict[str, Any]:
         backuper.restore(tag)
         found += sorted(set(tensor.tolist()))
     return {"host_bytes": host_bytes, "found": found}
+
+
+def measured_apart() -> dict[str, Any]:
+    """Where the tags of a scheduled run lie whose ranks share sequences and of which one has less room than the other,
+    as the first step shows: before and after."""
+    config = config_of(*SMALL, *APART)
+    platform.set_up_parallel_groups(config.parallel)
+    fresh_saver()
+    outputs, _ = recorded()
+    run = worker.build(config, Phases(lambda event: None, gpu=False))
+    turns: Any = run.phases.turns
+    turns._outside_bytes = lambda: 2_500_000 * distributed.get_rank()
+    before = turns.schedule.resident_tags
+    loop.train(run, outputs)
+    reserves = {phase.reserve_bytes for phase in turns.schedule.phases}
+    return {"before": before, "after": turns.schedule.resident_tags, "reserves": reserves}
 
 
 def _of_all_ranks(value: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer.megatron.groups import max_over_ranks
+from trainer.megatron.groups import gathered_of_shares, max_over_ranks
 from trainer.memory.hand_over import HandOver
 from trainer.memory.turns import Result, Sleeper
 from trainer.plan.holdings import ENGINE
@@ -169,7 +169,9 @@ class Scheduled:
         if self._measured is None or not self._measured.keys() >= set(names):
             return
         shown, self._measured = self._measured, None
-        most = {name: max_over_ranks(int(_MARGIN * shown[name])) for name in names}
+        own = {name: max_over_ranks(int(_MARGIN * shown[name])) for name in names}
+        everyones = gathered_of_shares(own)  # who may share copies of tags too, which change their place together
+        most = {name: max(found[name] for found in everyones) for name in names}
         self._plan_with({**self._reserves, **most})
 
     def _place_tags(self, tags: frozenset[str]) -> None:
