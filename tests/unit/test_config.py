@@ -4,6 +4,7 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,8 @@ def test_every_option_validates_and_its_values_arrive(group, option, jsonl, tmp_
     override = ROLE_OPTIONS.get((group, option), f"{group}={option}")
     if option == "reasoning_gym" or option == "chain_sum":
         pytest.importorskip("reasoning_gym")
+    if option == "vllm" and find_spec("vllm") is None:
+        pytest.skip("needs vllm")
     LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2).save_pretrained(tmp_path)
     needs = [need.format(jsonl=jsonl, checkpoint=tmp_path) for need in NEEDS.get((group, option), [])]
     chosen, config = choices_and_config_of(override, *needs)

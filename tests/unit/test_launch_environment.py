@@ -10,7 +10,7 @@ import torch
 import torch_memory_saver
 
 from trainer.command import launch_environment
-from trainer.command.launch_environment import worker_environment
+from trainer.command.launch_environment import VLLM_VARIABLES, worker_environment
 
 ALWAYS = {
     "OMP_NUM_THREADS": "3",
@@ -18,6 +18,7 @@ ALWAYS = {
     "OPENBLAS_NUM_THREADS": "3",
     "MPLBACKEND": "agg",
     "PYTHONHASHSEED": "0",
+    **VLLM_VARIABLES,
 }
 
 

@@ -19,6 +19,16 @@ _KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")  # to
 _CACHED_KERNELS = "16"  # lengths that differ need new ones all the time, and every one takes host memory
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
+# What vLLM alone reads (rollout=vllm): it works in the training process, with the model runner whose logits processors
+# see whole batches, on the threads that there are, says nothing but errors, and reports to nobody.
+VLLM_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
 # torch_memory_saver reads these when it is loaded, and ends the process on a value that it does not know.
 _SAVER_VARIABLES = {
     **dict.fromkeys(("TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP", "TMS_INIT_ENABLE_DISK_BACKUP"), "0"),
@@ -40,7 +50,7 @@ def worker_environment(*, platform: str, sleeps: bool, threads_per_worker: int) 
         _refuse_expandable_segments()
     environment = {name: str(threads_per_worker) for name in _THREAD_VARIABLES}
     environment["MPLBACKEND"] = "agg"  # figures go to files, and an unknown backend of the user's would prevent them
-    environment[hashes.VARIABLE] = hashes.HASH_SEED
+    environment |= {hashes.VARIABLE: hashes.HASH_SEED, **VLLM_VARIABLES}
     if platform == "cpu":
         # Threads that wait must not spin: on a busy machine that is most of the time.
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}

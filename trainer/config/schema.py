@@ -124,7 +124,7 @@ class RolloutConfig(Section):
     tokenizer's end of sequence. ``kv_cache_gib``: of each rank, null for what a step needs. ``compile``: through
     torch.compile. ``batch_invariant``: the bits of a response depend on no other that is decoded with it."""
 
-    engine: Annotated[str, Words("native", "hf")]
+    engine: Annotated[str, Words("native", "hf", "vllm")]
     temperature: Annotated[float, Limits(1e-3, 1e6)]
     top_p: Annotated[float, Limits(1e-3, 1)]
     top_k: Annotated[int, Limits(0, 10_000_000)]

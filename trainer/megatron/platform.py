@@ -29,7 +29,9 @@ def set_up(config: Config) -> list[str]:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     is_cpu = config.platform.name == "cpu"
-    names = [name for name in patches.NAMES if is_cpu or name not in ("cpu_platform", "cpu_saver")]
+    needless = () if is_cpu else ("cpu_platform", "cpu_saver")
+    needless += () if config.rollout.engine == "vllm" else ("vllm_memory",)
+    names = [name for name in patches.NAMES if name not in needless]
     if is_cpu:
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns that there is no CUDA runtime
         # torch's flash kernel for CPUs takes 40 times longer than the plain one in bf16 backward passes.

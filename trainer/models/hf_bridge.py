@@ -164,6 +164,11 @@ def check_names(given: Iterable[str], *, wanted: Iterable[str]) -> None:
             )
 
 
+def file_names(model: ModelConfig) -> set[str]:
+    """The name of every parameter in Hugging Face files, tied ones once."""
+    return {hf_name for hf_names in _counterparts(model).values() for hf_name in hf_names}
+
+
 def _counterparts(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Megatron's name of every parameter -> its name or, of a fused one, its parts' names in transformers."""
     qkv = [f"self_attn.{kind}_proj" for kind in "qkv"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from trainer.config.node_copies import ranks_of_a_copy
@@ -56,6 +56,23 @@ class EngineBytes:
 
     holdings: tuple[Holding, ...]
     has_own_weights: bool
+
+
+def engine_bytes(config: Config, sizes: Mapping[str, tuple[int, str]], *, has_own_weights: bool) -> EngineBytes:
+    """Kind -> (bytes of its region, a note), all of it lost in a sleep, as what an engine holds."""
+    holdings = (
+        Holding(
+            ENGINE,
+            kind,
+            "none",
+            note=note,
+            train_bytes=size,
+            forward_bytes=size,
+            asleep_bytes=0 if config.offload.train else size,
+        )
+        for kind, (size, note) in sizes.items()
+    )
+    return EngineBytes(tuple(holdings), has_own_weights=has_own_weights)
 
 
 def arena_bytes(config: Config, *, vocab_size: int, stage: int, schedule: Schedule | None = None) -> dict[str, int]:

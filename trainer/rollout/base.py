@@ -52,7 +52,7 @@ def decoded(rows: Sequence[Sequence[int]], *, ends: Collection[int], tokenizer: 
     """The text of responses, without special tokens and without the token of ``ends`` that ended one, which need not be
     special."""
     kept = [row[:-1] if row and row[-1] in ends else row for row in rows]
-    return tokenizer.batch_decode(kept, skip_special_tokens=True)
+    return tokenizer.batch_decode(kept, skip_special_tokens=True) if kept else []  # some versions answer [""]
 
 
 class RolloutEngine(Protocol):

@@ -15,6 +15,7 @@ from trainer.plan.holdings import EngineBytes
 from trainer.rollout import hf_bytes
 from trainer.rollout.base import RolloutEngine
 from trainer.rollout.native import cache
+from trainer.rollout.vllm_engine import held
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -69,9 +70,19 @@ def _build_native(
     return NativeEngine(actor, model, rollout, cache=kv_cache, tokenizer=tokenizer, saver=saver, observer=observer)
 
 
+def _build_vllm(
+    config: Config, *, actor: Role, tokenizer: PreTrainedTokenizerFast, saver: Saver, observer: MemoryObserver
+) -> RolloutEngine:
+    from trainer.rollout.vllm_engine.engine import VllmEngine
+
+    model, rollout, kv_cache = actor.config.model, config.rollout, held.cache(config)
+    return VllmEngine(model, rollout, cache=kv_cache, tokenizer=tokenizer, saver=saver, observer=observer)
+
+
 ENGINES: Mapping[str, EngineKind] = {
     "native": EngineKind(plan=cache.planned, build=_build_native),
     "hf": EngineKind(plan=hf_bytes.planned, build=_build_hf),
+    "vllm": EngineKind(plan=held.planned, build=_build_vllm),
 }
 
 

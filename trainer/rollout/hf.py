@@ -1,15 +1,11 @@
 """Rollouts with a transformers model in the training process: batched decoding with a KV cache.
 
-The weights live in one saver region without a backup. Every wake-up brings new ones, so a sleep may lose them; what
-no weight sync brings (rotary tables) is kept on the host.
-
 Simplified: static batches, so a row that has ended is computed until the last one ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,12 +20,10 @@ from trainer.config.schema import ModelConfig, RolloutConfig
 from trainer.memory.regions import MemoryObserver
 from trainer.memory.saver import Saver
 from trainer.models.generation import end_token_ids, vocabulary_settings
-from trainer.models.hf_bridge import check_names, hf_config, to_hf, views_by_file_name
-from trainer.plan.holdings import ENGINE
-from trainer.roles.role import FORWARD, Role
-from trainer.rollout import sleeping
-from trainer.rollout.base import Responses, check_prompts, decoded
+from trainer.models.hf_bridge import hf_config, views_by_file_name
+from trainer.rollout.base import Responses, decoded
 from trainer.rollout.native.sampling import Sampling, kept_probabilities
+from trainer.rollout.own_weights import OwnWeights
 from trainer.rollout.stops import StopStrings
 from trainer.tasks.tokenizer import vocabulary_size
 
@@ -39,15 +33,13 @@ if TYPE_CHECKING:
 _TAG = "engine/weights"
 
 
-class HfEngine:
+class HfEngine(OwnWeights):
     """A :class:`trainer.rollout.base.RolloutEngine`. Ids beyond the tokenizer's largest are never drawn.
 
     Rows that other ranks draw have other numbers, so a call's draws are those of its first number.
 
     A new engine occupies its memory but holds no weights: put it to sleep, or :meth:`wake_up` to load some.
     """
-
-    has_own_weights, name = True, ENGINE
 
     def __init__(
         self,
@@ -58,8 +50,8 @@ class HfEngine:
         saver: Saver,
         observer: MemoryObserver,
     ) -> None:
-        self._architecture, self._rollout, self._tokenizer = model, rollout, tokenizer
-        self._saver, self._observe = saver, observer
+        super().__init__(model, [_TAG], saver=saver, observer=observer)
+        self._rollout, self._tokenizer = rollout, tokenizer
         self._ends = end_token_ids(model, tokenizer)
         self._pad: int = tokenizer.pad_token_id  # type: ignore[assignment]
         self._stop_strings = StopStrings(rollout.stop, tokenizer)
@@ -75,62 +67,16 @@ class HfEngine:
         with saver.region(_TAG, backup=False):
             for tensor in _tensors(self.model):
                 tensor.data = torch.empty_like(tensor, device=torch.cuda.current_device())
-        self._is_loaded = False
-        saver.turns.add(self)
 
-    # ---- sleep and wake-up -------------------------------------------------------------------------------------
-
-    def sync(self, actor: Role) -> None:
-        """Wake up with a copy of the actor's weights."""
-        with actor.awake(kinds=FORWARD):
-            self.wake_up(to_hf(actor.whole_weights(), model=self._architecture))
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Rollouts happen inside; without weights, and as a rule asleep, after."""
-        try:
-            yield
-        finally:
-            self._is_loaded = False
-            self._saver.turns.done(self)
-
-    def is_asleep(self, kind: str = "") -> bool:
-        return self._saver.is_asleep(_TAG)
-
-    @torch.no_grad()
-    def wake_up(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Map the region, where it is asleep, and load ``weights``: every parameter under its name in Hugging
-        Face files, tied ones once.
-
-        Raises:
-            ValueError: a parameter is missing, unknown or of another shape; the engine then holds no weights.
-            MemoryError: the device has too little free memory; nothing was woken.
-        """
-        self._is_loaded = False
-        self._saver.turns.map(self.name, (), lambda: sleeping.wake_up(_TAG, self._saver, self._observe))
-        for tensor, host_copy in self._host_copies:
-            tensor.copy_(host_copy)
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         parameters = views_by_file_name(dict(self.model.named_parameters()), model=self._architecture)
-        loaded = set()
         for name, weight in weights:
-            if name in parameters:
-                if weight.shape != parameters[name].shape:
-                    raise ValueError(
-                        f"{name} has the shape {tuple(weight.shape)}, the engine's {tuple(parameters[name].shape)}: "
-                        "the actor needs the engine's architecture and vocabulary"
-                    )
-                parameters[name].copy_(weight)
-            loaded.add(name)
-        check_names(loaded, wanted=parameters)
-        self._is_loaded = True
-
-    def sleep(self) -> None:
-        """Release the weights; an engine that is asleep stays so."""
-        self._is_loaded = False
-        sleeping.fall_asleep(_TAG, self._saver, self._observe)
-
-    def close(self) -> None:
-        """Nothing outlives the process."""
+            if weight.shape != parameters[name].shape:
+                raise ValueError(
+                    f"{name} has the shape {tuple(weight.shape)}, the engine's {tuple(parameters[name].shape)}: "
+                    "the actor needs the engine's architecture and vocabulary"
+                )
+            parameters[name].copy_(weight)
 
     # ---- generation --------------------------------------------------------------------------------------------
 
@@ -144,9 +90,7 @@ class HfEngine:
             RuntimeError: no weights are loaded (asleep, or never woken).
             ValueError: a prompt is empty or longer than ``rollout.max_prompt_tokens``.
         """
-        if not self._is_loaded:
-            raise RuntimeError("the rollout engine holds no weights: call wake_up(weights) first")
-        check_prompts(prompts, longest=self._rollout.max_prompt_tokens)
+        self._check_ready(prompts, longest=self._rollout.max_prompt_tokens)
         device, pad = self.model.device, self._pad
         if not prompts:
             with process_groups_destroyed():  # as on the ranks that have some

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.config.schema import Config
-from trainer.plan.holdings import ENGINE, EngineBytes, Holding
+from trainer.plan.holdings import EngineBytes, engine_bytes
 from trainer.plan.layout import WHOLE, parameters, rotary_table_bytes
 
 
@@ -12,13 +12,4 @@ def planned(config: Config, *, vocab_size: int) -> EngineBytes:
     model = config.roles["actor"].model
     found = parameters(model, vocab_size=vocab_size, value_head=False, parallel=WHOLE)
     size = sum(parameter.size_bytes for parameter in found) + 2 * rotary_table_bytes(model)
-    weights = Holding(
-        ENGINE,
-        "weights",
-        "none",
-        note="synced from the actor every step",
-        train_bytes=size,
-        forward_bytes=size,
-        asleep_bytes=0 if config.offload.train else size,
-    )
-    return EngineBytes((weights,), has_own_weights=True)
+    return engine_bytes(config, {"weights": (size, "synced from the actor every step")}, has_own_weights=True)

@@ -7,7 +7,7 @@ it. There is a module for each part of a config.
 from __future__ import annotations
 
 from trainer.config import objectives
-from trainer.config.rules import algo, batch, limits, memory, model, parallel, run
+from trainer.config.rules import algo, batch, limits, memory, model, parallel, rollout, run
 from trainer.config.schema import Config
 
 RULES = (
@@ -43,6 +43,7 @@ RULES = (
     model.check_experts,
     parallel.check_expert_parallel,
     memory.check_node_copies,
+    rollout.check_vllm,
     run.check_nodes,
     objectives.check_objective,
     model.check_checkpoints,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainer.common.multiples import divide_up, round_up
 from trainer.config.schema import Config, ModelConfig
-from trainer.plan.holdings import ENGINE, EngineBytes, Holding
+from trainer.plan.holdings import EngineBytes, engine_bytes
 from trainer.plan.layout import ITEM_BYTES
 
 MOST_ROWS = 1024  # at once; a decoding step with more is bound by arithmetic, so that more rows gain nothing
@@ -43,16 +43,24 @@ class KvCache:
         return divide_up(self.row_tokens, self.page_tokens)
 
     @property
+    def page_bytes(self) -> int:
+        """Of all pages."""
+        return self.pages * self.page_tokens * self.token_bytes
+
+    @property
     def size_bytes(self) -> int:
         """Of the whole region: pages, and what is known of each row (its numbers, pages, draws and results)."""
         row = 8 * _STATE_COLUMNS + 4 * self.pages_per_row + 8 + 4 * self.response_tokens
         row += (8 + 4 + 4) * (self.response_tokens + 1)
-        return self.pages * self.page_tokens * self.token_bytes + (self.rows + 1) * row + self.table_bytes
+        return self.page_bytes + (self.rows + 1) * row + self.table_bytes
 
 
-def of_run(config: Config) -> KvCache:
+def of_run(config: Config, *, tokens_of_page: int | None = None) -> KvCache:
     """The cache of a validated config: as large as ``rollout.kv_cache_gib``, or else as all responses of a step on this
     rank need at their full length, though for :data:`MOST_ROWS` at most.
+
+    Args:
+        tokens_of_page: None: as our own attention wants it.
 
     Raises:
         ValueError: ``rollout.kv_cache_gib`` is too small for one row.
@@ -64,7 +72,8 @@ def of_run(config: Config) -> KvCache:
         row_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         response_tokens=rollout.max_new_tokens,
         rows=INVARIANT_ROWS if rollout.batch_invariant else min(divide_up(responses, config.weight_copies), MOST_ROWS),
-        page_tokens=page_tokens(
+        page_tokens=tokens_of_page
+        or page_tokens(
             cuda=config.platform.name == "cuda",
             dtype=model.dtype,
             row_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
@@ -138,19 +147,7 @@ def planned(config: Config, *, vocab_size: int) -> EngineBytes:
     sizes = {"kv": (cache.size_bytes, f"{cache.rows} rows of {cache.row_tokens} tokens at once")}
     if config.platform.name == "cuda" and config.parallel.tp == config.parallel.pp == 1:
         sizes["graphs"] = (cache.rows * _step_bytes(model, vocab_size=vocab_size), "estimated")
-    holdings = tuple(
-        Holding(
-            ENGINE,
-            kind,
-            "none",
-            note=note,
-            train_bytes=size,
-            forward_bytes=size,
-            asleep_bytes=0 if config.offload.train else size,
-        )
-        for kind, (size, note) in sizes.items()
-    )
-    return EngineBytes(holdings, has_own_weights=False)
+    return engine_bytes(config, sizes, has_own_weights=False)
 
 
 def _step_bytes(model: ModelConfig, *, vocab_size: int) -> int:
