@@ -14,7 +14,7 @@ fi
 cd "$root"
 "$venv/bin/python" -m patches | grep -q '^vllm_memory *OK *applies'
 "$venv/bin/python" -m pytest -q -p no:cacheprovider tests/unit/test_rollout.py tests/unit/test_vllm_rules.py \
-  | tee "$work/tests.log" | grep -E '^FAILED| passed'
+  2>/dev/null | tee "$work/tests.log" | grep -E '^FAILED| passed'
 cd "$work"
 job() {
   "$venv/bin/python" -m trainer debug=one_step rollout=vllm algo.num_steps=3 algo.micro_batch_size=4 platform=cpu \

@@ -43,7 +43,7 @@ VLLM = pytest.param("vllm", marks=NEEDS_VLLM)
 
 @pytest.fixture(params=["hf", "native", VLLM])
 def kind(request, monkeypatch):
-    for name, value in VLLM_VARIABLES.items():
+    for name, value in {**VLLM_VARIABLES, "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     return request.param
 
@@ -419,7 +419,7 @@ KINDS_TO_COMPARE = [("hf", "native"), pytest.param(("hf", "native", "vllm"), mar
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 0.1)])
 def test_engines_agree(tokenizer, monkeypatch, kinds, dtype, tolerance):
     """Greedy, in fp32: the same tokens; in bf16 their log-probs within rounding. All but hf draw alike too."""
-    for name, value in VLLM_VARIABLES.items():
+    for name, value in {**VLLM_VARIABLES, "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     model, greedy, drawn = fit_for_vllm(dataclasses.replace(MODEL, dtype=dtype)), [], []
     with one_rank_world():

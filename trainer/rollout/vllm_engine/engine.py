@@ -76,10 +76,11 @@ class VllmEngine(OwnWeights):
                 max_num_seqs=cache.rows,
                 block_size=cache.page_tokens,
                 kv_cache_memory_bytes=cache.page_bytes,
+                gpu_memory_utilization=0.01,  # of which vLLM asks only whether it is free
                 enforce_eager=not rollout.compile,
                 logits_processors=[Draws],
                 async_scheduling=False,
-                distributed_executor_backend="uni",
+                distributed_executor_backend="external_launcher",
                 disable_log_stats=True,
                 seed=0,
             )
