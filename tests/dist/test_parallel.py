@@ -64,12 +64,13 @@ POLICIES = {
     "sharded": ("memory=lean", "memory.tags=sharded"),
     "node": ("memory=lean", "memory.tags=node"),
 }
+FOUR = "model.layers=4"  # two for each stage; other runs have as few as they need
 RUNS = {
     1: {},
-    2: {"tp": TP, "vpp": VPP, "tp_moe": (*TP, *MOE), "vpp_moe": (*VPP, *MOE)},
+    2: {"tp": TP, "vpp": (*VPP, FOUR), "tp_moe": (*TP, *MOE), "vpp_moe": (*VPP, *MOE, FOUR)},
     4: {"tp_pp": (*TP, *PP), "dp_pp": (*PP, "model.tie_embeddings=true"), "dp_cp": (*CP, *MOE, "parallel.expert=4")},
 }
-SLEEPERS = {2: {"tp": (*TP, *MOE), "vpp": (*VPP, *MOE, "model.layers=4")}}
+SLEEPERS = {2: {"tp": (*TP, *MOE), "vpp": (*VPP, *MOE, FOUR)}}
 # Tags are shared where several ranks hold the same.
 POLICIES_OF = {
     "dp_pp": ("none", "sharded", "node"),
@@ -91,7 +92,7 @@ def found(tmp_path_factory):
     for ranks, layouts in LAYOUTS.items():
         nproc = f"launch.nproc={ranks}"
         runs = {
-            (name, policy): config_of(*SMALL, "model.layers=4", nproc, *layout, *POLICIES[policy])
+            (name, policy): config_of(*SMALL, nproc, *layout, *POLICIES[policy])
             for name, layout in RUNS[ranks].items()
             for policy in policies_of(name)
         }
