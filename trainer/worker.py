@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import sys
 from collections import deque
@@ -85,8 +84,7 @@ def run(job: Job) -> dict[str, Any]:
         with phases.phase("build", step=done or 0):
             gpu_bytes = platform.device_memory_bytes(job.config)
             parts = build(job.config, phases, selection=job.selection, note=note)
-            gc.collect()
-            garbage.pass_by_what_exists()
+            garbage.collect_for_good()
         note(
             f"kernels: {_of_roles(job.config, 'kernels')}; core attention: {_of_roles(job.config, 'attention_backend')}"
         )

@@ -66,8 +66,9 @@ def run_case(job: CaseJob) -> dict[str, Any]:
                 "wake_events": list(events),
             }
         )
-    copied = sum(event.get("to_host_bytes", 0) for event in cycles[-1]["sleep_events"])
-    folder = job.config.memory.disk.path if "disk" in _keepers(job) else None
+    last = cycles[-1]["sleep_events"]
+    copied = sum(event.get("to_host_bytes", 0) for event in last)
+    folder = job.config.memory.disk.path if any(event.get("keeper") == "disk" for event in last) else None
     return {
         "platform": platform.describe(job.config),
         "nproc": job.config.launch.nproc,
@@ -79,11 +80,6 @@ def run_case(job: CaseJob) -> dict[str, Any]:
         "cycles": cycles,
         "bits_kept": true_on_all_ranks(before == [state_checksums(role) for role in roles]),
     }
-
-
-def _keepers(job: CaseJob) -> set[str]:
-    """Of the optimizer states that this case measures."""
-    return {row.keeper for row in make_plan(job.config).rows if row.kind == "optim" and job.peer is None}
 
 
 def measure_roofline(job: CaseJob) -> dict[str, float]:

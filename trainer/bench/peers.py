@@ -11,7 +11,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -44,8 +43,6 @@ class Parts:
 class _PeerModel(ModelChunks):
     """What the benchmark calls on the model of a role (:class:`trainer.roles.model.RoleModel`)."""
 
-    optimizer: Any
-
     def optimizer_tensors(self) -> Iterator[torch.Tensor]:
         """Main params and moments, in a fixed order."""
         for inner in optimizers.inner_optimizers(self.optimizer):
@@ -73,9 +70,7 @@ class _Peer:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        for chunk in self.model.chunks:
-            chunk.zero_grad_buffer()
-        self.model.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grads()
         yield
 
     def step(self) -> tuple[bool, float]:
@@ -91,7 +86,7 @@ class MegatronOffload(_Peer):
         self._buffers = ddp_buffers(self.model.chunks)
 
     def sleep(self) -> None:
-        self.model.optimizer.zero_grad(set_to_none=True)
+        self.model.drop_grads()
         self.model.optimizer.offload_to_cpu()  # first, since fp32 main params are views of the parameter buffer
         for buffer in self._buffers:
             buffer.offload_to_cpu()
@@ -137,7 +132,7 @@ class SlimeLike(_Peer):
     def sleep(self) -> None:
         for key, tensor in self.model.tensors().items() if self._copies else ():
             self._copies[key].copy_(tensor.detach(), non_blocking=True)
-        self.model.optimizer.zero_grad(set_to_none=True)
+        self.model.drop_grads()
         drop_caches()
         torch.cuda.synchronize()
         gc.collect()

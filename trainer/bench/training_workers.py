@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -80,8 +79,7 @@ def _measure(job: TrainingJob, phases: Phases, ppo_step: Callable[[int], Mapping
     if is_gpu:
         torch.cuda.reset_peak_memory_stats()
     phases.end_step()
-    gc.collect()
-    garbage.pass_by_what_exists()
+    garbage.collect_for_good()
     for number in range(1, job.steps + 1):
         start = time.perf_counter()
         record = dict(ppo_step(number))

@@ -17,6 +17,12 @@ def pass_by_what_exists() -> None:
     gc.enable()
 
 
+def collect_for_good() -> None:
+    """Free what is garbage by now, and pass by all else that exists."""
+    gc.collect()
+    pass_by_what_exists()
+
+
 @contextmanager
 def paused() -> Iterator[None]:
     """No search inside, and later none among what exists by then."""

@@ -29,7 +29,13 @@ MIB = 2**20
 
 
 class ModelChunks:
-    """This rank's part of a model, with what can be asked of it alone; the benchmark's peers have it too."""
+    """This rank's part of a model, with what can be asked of it alone; the benchmark's peers have it too.
+
+    Attributes:
+        optimizer: Megatron's; None of a role that is not trained.
+    """
+
+    optimizer: Any = None
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.chunks = chunks
@@ -44,6 +50,15 @@ class ModelChunks:
     def grad_buffers(self) -> Iterator[Tensor]:
         """The buffers in which gradients add up."""
         return (buffer.grad_data for buffer in ddp_buffers(self.chunks))
+
+    def drop_grads(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def zero_grads(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.drop_grads()
 
 
 class RoleModel(ModelChunks):
@@ -166,15 +181,6 @@ class RoleModel(ModelChunks):
     def drop_activations(self) -> None:
         """Forget what a pass has left outside of every region."""
         drop_routing(self.chunks)
-
-    def drop_grads(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-
-    def zero_grads(self) -> None:
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.drop_grads()
 
     def step(self) -> tuple[bool, float]:
         return optimizers.step(self.optimizer)
